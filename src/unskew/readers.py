@@ -1,0 +1,455 @@
+"""Reading data sets from files: one function per format, each giving plain arrays.
+
+Every reader returns `Arrays`: images as uint8, (N, height, width) or (N, height, width, channels), labels as
+int64, class names. A file that is missing, cut off, damaged or of another format is refused by a `DataError`
+that names it. Nothing is unpacked to disk, and CIFAR's pickles are read by an unpickler that knows only what
+those files hold. First what several formats share (splitting, members of archives, decoding images, the cache
+of decoded images), then the formats: digits, Fashion-MNIST, CIFAR, CINIC-10, Tiny ImageNet, folders of class
+folders, .npz.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import logging
+import math
+import os
+import pickle
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from unskew.errors import DataError
+
+Array = npt.NDArray[Any]
+Files = Mapping[str, Callable[[], bytes]]  # path inside the data set, with "/" -> its content
+
+SPLIT_SEED = 20210609  # of the fixed 80/20 splits: changing it changes everyone's test set
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FASHION_CLASSES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+
+# What Python raises on damaged gzip, tar, zip and npy content.
+_DAMAGE = (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
+
+
+class Arrays(NamedTuple):
+    """What a reader gives."""
+
+    x: Array  # (N, height, width[, channels]) uint8; from .npz also float32 and (N, features)
+    y: Array  # (N,) int64
+    x_test: Array
+    y_test: Array
+    labels: tuple[str, ...] | None  # None when the file names no classes
+
+
+def stratified(y: Array) -> tuple[Array, Array]:
+    """Return the row numbers (train, test) of a fixed split with a fifth of each class for testing.
+
+    The split depends on the labels alone. Each class with two or more examples has at least one test example.
+    """
+    draw = np.random.default_rng(SPLIT_SEED)
+    test = np.zeros(len(y), dtype=bool)
+    for label in np.unique(y):
+        rows = draw.permutation(np.flatnonzero(y == label))
+        test[rows[: max(len(rows) > 1, round(len(rows) / 5))]] = True
+    return np.flatnonzero(~test), np.flatnonzero(test)
+
+
+def _walk(folder: Path) -> Iterable[Path]:
+    return (Path(where) / name for where, _, names in os.walk(folder) for name in names)
+
+
+def contents(path: Path, inside: str = "", skip: tuple[str, ...] = ()) -> Files:
+    """Return the files of a folder, a .tar.gz or a .zip, sorted, without names that begin like one of `skip`.
+
+    A folder's files are read when they are asked for; an archive is read now, in one pass, and its checksums
+    compared. `inside` is the archive's outermost folder, which is left out of the names.
+    """
+    if path.is_dir():
+        found = {file.relative_to(path).as_posix(): file.read_bytes for file in _walk(path)}
+        return {name: found[name] for name in sorted(found) if not name.startswith(skip)}
+
+    def within(name: str) -> str:
+        return name.removeprefix("./").removeprefix(inside + "/")
+
+    held: dict[str, bytes] = {}
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as bundle:
+                for entry in bundle.infolist():
+                    if not entry.is_dir() and not within(entry.filename).startswith(skip):
+                        held[within(entry.filename)] = bundle.read(entry)
+        else:
+            with gzip.open(path) as stream, tarfile.open(fileobj=stream) as tar:
+                for member in tar:
+                    content = tar.extractfile(member) if member.isreg() else None
+                    if content is not None and not within(member.name).startswith(skip):
+                        held[within(member.name)] = content.read()
+                while stream.read(1 << 20):  # gzip compares its checksum at the very end only
+                    pass
+    except _DAMAGE as error:
+        raise DataError(f"{path} is no complete archive: {error}. Delete it and download it again.") from error
+    return {name: partial(held.__getitem__, name) for name in sorted(held)}
+
+
+def _take(files: Files, name: str, path: Path) -> bytes:
+    if name not in files:
+        raise DataError(f"{path} holds no {name}: the copy is incomplete")
+    return files[name]()
+
+
+def _decode(read: Callable[[], bytes], name: str, size: int | None) -> Array:
+    """Decode one image to (height, width) if it is grey and to (height, width, 3) if not."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(read())) as image:
+            mode = image.mode
+            plain = image.convert("L" if mode in ("1", "L", "LA") else "RGB")
+    except Exception as error:  # a damaged image can raise anything
+        raise DataError(f"{name} can't be read as an image: {error}") from error
+    if mode.startswith(("I", "F")):
+        raise DataError(f"{name} has more than 8 bits a pixel (mode {mode}); convert it to 8 bits")
+    if size is not None:
+        plain = plain.resize((size, size), Image.Resampling.BILINEAR)
+    return np.asarray(plain)
+
+
+def _images(files: Files, names: Sequence[str], path: Path, size: int | None) -> Array:
+    """Decode images of one size; (N, height, width) if all are grey, else (N, height, width, 3)."""
+
+    def one(name: str) -> Array:
+        return _decode(files[name], f"{path}: {name}", size)
+
+    height, width = one(names[0]).shape[:2]
+    stack = np.empty((len(names), height, width, 3), np.uint8)
+    coloured = False
+    with ThreadPoolExecutor() as pool:
+        for name, row, image in zip(names, stack, pool.map(one, names), strict=True):
+            if image.shape[:2] != (height, width):
+                sizes = f"{name} is {image.shape[1]}x{image.shape[0]}, {names[0]} is {width}x{height}"
+                raise DataError(f"{path}: {sizes}. Give size=, the height and width to scale all images to.")
+            coloured |= image.ndim == 3
+            row[:] = image if image.ndim == 3 else image[..., None]
+    return stack if coloured else stack[..., 0]
+
+
+def _fingerprint(path: Path, size: int | None) -> str:
+    """Return a digest of `size` and of the names and sizes of all files under `path`."""
+    files = [path] if path.is_file() else _walk(path)
+    there = (file for file in files if file.exists())  # a link may lead nowhere
+    listing = sorted((file.relative_to(path.parent).as_posix(), file.stat().st_size) for file in there)
+    return hashlib.sha256(repr((listing, size)).encode()).hexdigest()
+
+
+def _load_npz(path: Path, *keys: str) -> dict[str, Array]:
+    """Return those of `keys` that an .npz file holds."""
+    try:
+        with path.open("rb") as raw:  # opened here, since numpy leaves a damaged file open
+            if not zipfile.is_zipfile(raw):
+                raise ValueError("it does not end as one")
+            raw.seek(0)
+            with np.load(raw, allow_pickle=False) as file:
+                return {key: file[key] for key in keys if key in file.files}
+    except _DAMAGE as error:
+        raise DataError(f"{path} is no complete .npz file: {error}") from error
+
+
+def _cached(path: Path, cache: Path | None, size: int | None, decode: Callable[[], Arrays]) -> Arrays:
+    """Return `decode()`, or what it gave last time for the same files and the same size.
+
+    A folder counts as the same while its file names and file sizes are.
+    """
+    if cache is None:
+        return decode()
+    place = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:12]
+    kept = cache / f"{path.name}-{place}.npz"
+    mark = _fingerprint(path, size)
+    with suppress(DataError):  # not there yet, or damaged: it is made anew below
+        if _load_npz(kept, "mark").get("mark") == mark:
+            x, y, x_test, y_test, labels = _load_npz(kept, *Arrays._fields).values()
+            return Arrays(x, y, x_test, y_test, tuple(labels.tolist()))
+    arrays = decode()
+    part = kept.with_name(f"{kept.name}.{os.getpid()}.part")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as out:
+            np.savez(out, mark=mark, **{**arrays._asdict(), "labels": np.array(arrays.labels)})
+        os.replace(part, kept)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        logging.getLogger(__name__).warning("decoded images are not kept for next time: %s", error)
+    return arrays
+
+
+def digits() -> Arrays:
+    """Read the 1797 handwritten digits of 8x8 pixels which come with scikit-learn; no file is needed.
+
+    Grey values 0..16 are scaled to 0..255; the fifth of each class that `stratified` picks is for testing.
+    """
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x = np.rint(bunch.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8)
+    y = bunch.target.astype(np.int64)
+    train, test = stratified(y)
+    return Arrays(x[train], y[train], x[test], y[test], tuple("0123456789"))
+
+
+def idx(path: Path, dimensions: int) -> Array:
+    """Read one idx file of unsigned bytes, gzipped or not, with so many dimensions."""
+    try:
+        raw = path.read_bytes()
+        if raw.startswith(b"\x1f\x8b"):
+            raw = gzip.decompress(raw)
+    except _DAMAGE as error:
+        raise DataError(f"{path} can't be read: {error}. Delete it and download it again.") from error
+    start = 4 + 4 * dimensions
+    magic = bytes((0, 0, 8, dimensions))
+    if len(raw) < start or raw[:4] != magic:
+        raise DataError(f"{path} is no idx file: expected it to begin with {magic.hex()}, found {raw[:4].hex()!r}")
+    shape = tuple(np.frombuffer(raw, ">u4", dimensions, offset=4).tolist())
+    if len(raw) - start != math.prod(shape):
+        raise DataError(f"{path}: expected {math.prod(shape)} bytes for shape {shape}, found {len(raw) - start}")
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
+
+
+def fashion_mnist(files: Sequence[Path]) -> Arrays:
+    """Read Fashion-MNIST from its four idx files: training images and labels, test images and labels."""
+    x, y, x_test, y_test = (idx(path, dimensions) for path, dimensions in zip(files, (3, 1, 3, 1), strict=True))
+    for images, labels, place in ((x, y, files[0]), (x_test, y_test, files[2])):
+        if len(images) != len(labels):
+            raise DataError(f"{place} holds {len(images)} images, the file of their labels {len(labels)}")
+    return Arrays(x, y.astype(np.int64), x_test, y_test.astype(np.int64), FASHION_CLASSES)
+
+
+class _Pickled:
+    """Stands for a numpy array or dtype while a pickle is read: keeps what the pickle says, runs nothing."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class _Restricted(pickle._Unpickler):
+    """Unpickles numbers, strings, lists, dictionaries and byte arrays; any other name is refused.
+
+    It is the one written in Python: in the one written in C a single damaged byte can ask for gigabytes.
+    """
+
+    known: Mapping[str, Any] = {
+        "numpy.core.multiarray._reconstruct": _Pickled,
+        "numpy._core.multiarray._reconstruct": _Pickled,
+        "numpy.ndarray": _Pickled,
+        "numpy.dtype": _Pickled,
+        "_codecs.encode": lambda text, _="latin1": text.encode("latin1"),  # how Python 3 writes bytes in protocol 2
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in self.known:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file does")
+        return self.known[f"{module}.{name}"]
+
+
+def _plain(value: Any) -> Any:
+    """Turn an entry of a CIFAR file into an array of bytes, an array of labels or a tuple of names."""
+    if isinstance(value, _Pickled):
+        _, shape, kind, fortran, data = value.state
+        if kind.arguments[0] not in (b"u1", "u1"):
+            raise ValueError(f"expected unsigned bytes, found type {kind.arguments[0]!r}")
+        return np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
+    if all(isinstance(entry, bytes) for entry in value):
+        return tuple(entry.decode() for entry in value)
+    return np.array(value, np.int64)
+
+
+def _unpickle(files: Files, name: str, path: Path, *keys: str) -> list[Any]:
+    """Return the values of `keys` in one pickled dictionary."""
+    content = _take(files, name, path)
+    try:
+        table = _Restricted(io.BytesIO(content), encoding="bytes").load()
+        return [_plain(table[key.encode()]) for key in keys]
+    except Exception as error:  # a damaged pickle can raise anything
+        wanted = ", ".join(keys)
+        raise DataError(f"{path}: {name} is damaged or no CIFAR file with {wanted}: {error!r}") from error
+
+
+def cifar(path: Path, name: str = "cifar10", labels: str = "fine") -> Arrays:
+    """Read CIFAR-10 or CIFAR-100 (`name`) from the official Python archive or from its unpacked folder.
+
+    `labels` chooses CIFAR-100's 100 "fine" classes or its 20 "coarse" ones.
+    """
+    if name == "cifar10":
+        inside, key, meta, meta_key = "cifar-10-batches-py", "labels", "batches.meta", "label_names"
+        batches, last = [f"data_batch_{number}" for number in range(1, 6)], "test_batch"
+    else:
+        inside, key, meta, meta_key = "cifar-100-python", f"{labels}_labels", "meta", f"{labels}_label_names"
+        batches, last = ["train"], "test"
+    files = contents(path, inside)
+
+    def batch(file: str) -> tuple[Array, Array]:
+        x, y = _unpickle(files, file, path, "data", key)
+        if np.ndim(x) != 2 or x.shape != (len(y), 3072):
+            found = f"data of shape {np.shape(x)} and {len(y)} labels"
+            raise DataError(f"{path}: {file} holds {found}; expected rows of 3072 pixels, one label each")
+        return x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), y  # (N, 32, 32, 3), (N,)
+
+    parts = [batch(file) for file in batches]
+    (names,) = _unpickle(files, meta, path, meta_key)
+    x, y = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return Arrays(x, y, *batch(last), names)
+
+
+class _Listing(NamedTuple):
+    names: list[str]  # of the images of one split
+    labels: Array  # (N,) int64
+
+
+def _listing(files: Files, path: Path, classes: Sequence[str], start: str, inner: str = "") -> _Listing:
+    """List the images `<start><class><inner>/<file>`, in the order of the classes."""
+    groups: dict[str, list[str]] = {name: [] for name in classes}
+    for file in files:
+        folder, _, base = file.removeprefix(start).rpartition("/")
+        group = groups.get(folder.removesuffix(inner))
+        if group is not None and file.startswith(start) and base.lower().endswith(IMAGE_SUFFIXES):
+            group.append(file)
+    for name, group in groups.items():
+        if not group:
+            raise DataError(f"{path}: class folder {start}{name}{inner} holds no image")
+    counts = [len(group) for group in groups.values()]
+    return _Listing([file for group in groups.values() for file in group], np.repeat(np.arange(len(counts)), counts))
+
+
+def _both(files: Files, path: Path, size: int | None, splits: Iterable[_Listing], labels: Sequence[str]) -> Arrays:
+    """Decode the training and the test images together, so that both come out grey or both coloured."""
+    train, test = splits
+    x = _images(files, train.names + test.names, path, size)
+    cut = len(train.names)
+    return Arrays(x[:cut], train.labels, x[cut:], test.labels, tuple(labels))
+
+
+def cinic10(path: Path, cache: Path | None = None, size: int | None = None) -> Arrays:
+    """Read CINIC-10 from its archive or unpacked folder: `train`, and `test` to test; `valid` is not used."""
+
+    def decode() -> Arrays:
+        files = contents(path, skip=("valid/",))
+        splits = [_listing(files, path, CIFAR10_CLASSES, start) for start in ("train/", "test/")]
+        return _both(files, path, size, splits, CIFAR10_CLASSES)
+
+    return _cached(path, cache, size, decode)
+
+
+def tiny_imagenet(path: Path, cache: Path | None = None, size: int | None = None) -> Arrays:
+    """Read Tiny ImageNet from its archive or unpacked folder, classes in the order of `wnids.txt`.
+
+    Its validation images are the test split, since the labels of its test images were never published. Grey
+    images become coloured ones of three equal channels.
+    """
+
+    def decode() -> Arrays:
+        files = contents(path, "tiny-imagenet-200", skip=("test/",))
+        wnids, words, annotations = (
+            [[*line.split("\t"), ""] for line in _take(files, name, path).decode(errors="replace").splitlines()]
+            for name in ("wnids.txt", "words.txt", "val/val_annotations.txt")
+        )
+        order = {line[0]: label for label, line in enumerate(wnids)}
+        test = _Listing([], np.zeros(len(annotations), np.int64))
+        for row, (base, name, *_) in enumerate(annotations):
+            file = f"val/images/{base}"
+            if file not in files or name not in order:
+                raise DataError(f"{path}: val/val_annotations.txt has {base} of {name}: unknown image or class")
+            test.names.append(file)
+            test.labels[row] = order[name]
+        meaning = {line[0]: line[1] for line in words}
+        train = _listing(files, path, list(order), "train/", "/images")
+        return _both(files, path, size, (train, test), [meaning.get(name, name) for name in order])
+
+    return _cached(path, cache, size, decode)
+
+
+def class_folders(path: Path, cache: Path | None = None, size: int | None = None) -> Arrays:
+    """Read a folder with one folder of images per class; classes are sorted by name.
+
+    With `train` and `test` (or `val`, `valid`, `validation`) inside, those two are the splits. Otherwise the
+    class folders lie in `path` itself, and the fifth of each class that `stratified` picks is for testing.
+    `size` scales every image to size x size (bilinear). Folders within a class and other files are ignored.
+    """
+
+    def folders(start: str) -> list[str]:
+        entries = (path / start).iterdir()
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+    tests = [name for name in ("test", "val", "valid", "validation") if (path / name).is_dir()]
+    starts = ["train/", f"{tests[0]}/"] if tests and (path / "train").is_dir() else [""]
+    labels = folders(starts[0])
+    if odd := set(labels) ^ set(folders(starts[-1])):
+        raise DataError(f"{path}: {' and '.join(starts)} have different classes: {', '.join(sorted(odd))}")
+    if len(labels) < 2:
+        raise DataError(f"{path / starts[0]} holds {len(labels)} class folders; expected two or more")
+
+    def decode() -> Arrays:
+        files = contents(path)
+        splits = [_listing(files, path, labels, start) for start in starts]
+        if len(splits) == 1:
+            names, y = splits[0]
+            splits = [_Listing([names[row] for row in rows], y[rows]) for rows in stratified(y)]
+        return _both(files, path, size, splits, labels)
+
+    return _cached(path, cache, size, decode)
+
+
+def _npz_images(x: Array, name: str) -> Array:
+    """Return images channels-last and vectors as they are, as uint8 or float32."""
+    if x.dtype != np.uint8 and not np.issubdtype(x.dtype, np.floating):
+        raise DataError(f"{name} is {x.dtype}; expected uint8 (0..255) or floating point")
+    if x.dtype != np.uint8:
+        with np.errstate(over="ignore"):  # what overflows becomes infinite and is refused as such
+            x = x.astype(np.float32)
+    channels = (1, 3, 4)
+    if x.ndim == 3 or (x.ndim == 2 and x.dtype != np.uint8) or (x.ndim == 4 and x.shape[3] in channels):
+        return x
+    if x.ndim == 4 and x.shape[1] in channels:
+        return np.moveaxis(x, 1, 3)
+    raise DataError(
+        f"{name} is {x.dtype} of shape {x.shape}; expected (N, height, width), (N, height, width, channels) "
+        "or (N, channels, height, width) with 1, 3 or 4 channels, or vectors (N, features) of floating point"
+    )
+
+
+def npz(path: Path) -> Arrays:
+    """Read x_train, y_train, x_test, y_test and, if there, class names `labels` from an .npz file.
+
+    Images are uint8 or floating point (kept as float32), with 1, 3 or 4 channels last or first (last if both
+    fit), or without a channel axis; floating point of two dimensions is vectors. Labels are integers.
+    """
+    keys = ("x_train", "y_train", "x_test", "y_test")
+    held = _load_npz(path, *keys, "labels")
+    if missing := [key for key in keys if key not in held]:
+        raise DataError(f"{path} lacks {', '.join(missing)}; it has to hold {', '.join(keys)}")
+    for key in ("y_train", "y_test"):
+        y = held[key]
+        if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
+            raise DataError(f"{path}: {key} is {y.dtype} of shape {y.shape}; expected integers of shape (N,)")
+    x, x_test = (_npz_images(held[key], f"{path}: {key}") for key in ("x_train", "x_test"))
+    names = tuple(str(name) for name in held["labels"].ravel()) if "labels" in held else None
+    return Arrays(x, held["y_train"].astype(np.int64), x_test, held["y_test"].astype(np.int64), names)
