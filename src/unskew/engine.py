@@ -1,0 +1,383 @@
+"""The engine: one round of a federation.
+
+`plan` spends all of a client's randomness beforehand: which examples each batch holds, how they are cropped and
+flipped. `network` turns a module into a function of a tree. `local_step` is the one training step of the project;
+`enter`, `leave` and `settle` are what surrounds it: a client's first visit, its upload, the server's update. Two
+engines call them: `sequential`, a plain loop over the clients, is the specification; `batched` trains all clients of
+the cohort at once under `vmap` and equals it to rounding. They differ only in who holds the client axis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+
+from unskew.algorithms import Algorithm, Batch, Client, Context, Output, Work, learning
+from unskew.data import Crops, Dataset, draw_crops, gather, normalise
+from unskew.errors import UsageError
+from unskew.models import Split
+from unskew.optim import SGD
+from unskew.seeds import derive, generator
+from unskew.sums import Sum
+from unskew.tree import Tree, add, each, pick, prefix, rows, scale, stack, sub, under, unstack, zeros
+
+# ---------------------------------------------------------------------------------------------- the plan
+
+
+class Plan(NamedTuple):
+    """One client's work in one round."""
+
+    rows: Tensor  # (T, B) indices into the training examples: T steps of full batches
+    crops: Crops | None  # how each example is cropped and flipped, (T, B, ...)
+    noise: int  # the seed of layers that draw for themselves, such as dropout
+
+
+def plan(
+    indices: Tensor, batch: int, seed: int, round: int, client: int, *, epochs: int = 1, steps: int | None = None,
+    augment: bool = False,
+) -> Plan:  # fmt: skip
+    """Batches of one client: `epochs * ceil(n / batch)` steps, as a loader would make, or exactly `steps`.
+
+    Every epoch is a permutation of the client's n examples. All batches are full, because a padded example would enter
+    batch-norm statistics: the last batch of an epoch, where short, is filled up from the front of the client's next
+    permutation, which is not consumed by that; a client with fewer examples than the gap repeats them in that order.
+    """
+    draw = generator(seed, "plan", round, client)
+    size = len(indices)
+    per_epoch = -(-size // batch)
+    count = epochs * per_epoch if steps is None else steps
+    passes = -(-count // per_epoch)
+    order = [torch.randperm(size, generator=draw) for _ in range(passes + 1)]  # one more, to fill the last
+    gap = per_epoch * batch - size
+    repeats = -(-gap // size)
+    filled = [torch.cat([now, after.repeat(repeats)[:gap]]) for now, after in itertools.pairwise(order)]
+    chosen = torch.cat(filled).view(-1, batch)[:count]  # (T, B)
+    crops = draw_crops(tuple(chosen.shape), draw) if augment else None
+    if crops is not None:
+        crops = Crops(*(part.to(indices.device) for part in crops))
+    return Plan(indices[chosen.to(indices.device)], crops, derive(seed, "noise", round, client))
+
+
+class Cohort(NamedTuple):
+    """The clients that train in one round."""
+
+    ids: Sequence[int]
+    clients: Sequence[Client]
+    plans: Sequence[Plan]
+    sizes: Sequence[int]  # examples that each holds
+
+
+# ---------------------------------------------------------------------------------------------- the network
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model as a function of its tensors: `network(tree, x) -> (features, logits)`."""
+
+    modes: Mapping[bool, nn.Module]
+    tree: Tree  # the module's own values
+    learnable: frozenset[str]
+    moving: frozenset[str]  # running statistics: in a training pass those inside `tree` are updated in place
+
+    def __call__(self, tree: Tree, x: Tensor, train: bool = True) -> Output:
+        """One forward pass with these tensors."""
+        return functional_call(self.modes[train], tree, (x,))
+
+
+class _Both(nn.Module):
+    """The parts of a Split, under their names, giving features and logits."""
+
+    def __init__(self, model: Split) -> None:
+        super().__init__()
+        self.features, self.classifier = model.features, model.classifier
+
+    def forward(self, x: Tensor) -> Output:
+        features = self.features(x)
+        return Output(features, self.classifier(features))
+
+
+def network(model: Split) -> Network:
+    """The network of a model. The model itself is copied and stays as it is.
+
+    Parameters that do not require gradients and integer buffers are constants; other buffers are running statistics.
+    """
+    modes = {train: copy.deepcopy(_Both(model)).train(train) for train in (True, False)}
+    for module in (module for both in modes.values() for module in both.modules()):
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            if module.momentum is None:
+                raise UsageError(
+                    "a batch norm layer has momentum=None (a cumulative average): give it a momentum, such as 0.1"
+                )
+            module.num_batches_tracked = None  # a counter nobody reads; updating it would break vmap(grad)
+    both = modes[True]
+    parameters, buffers = dict(both.named_parameters()), dict(both.named_buffers())
+    buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
+    tree = {name: value.detach().clone() for name, value in {**parameters, **buffers}.items()}
+    learnable = frozenset(name for name, value in parameters.items() if value.requires_grad)
+    return Network(modes, tree, learnable, frozenset(buffers))
+
+
+def installed(model: Split, tree: Tree) -> Split:
+    """A copy of the model that holds the values of `tree`."""
+    model = copy.deepcopy(model)
+    model.load_state_dict(tree, strict=False)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- one client
+
+
+class Local(NamedTuple):
+    """A client in the middle of its work."""
+
+    model: Tree
+    velocity: Tree
+    steps: Tree  # taken so far, per learnable tensor
+    loss: Tensor  # summed over the steps so far
+
+
+def begin(net: Network, algorithm: Algorithm, start: Tree) -> Local:
+    """A client that holds its model and has done nothing."""
+    velocity = zeros(pick(start, _trainable(net, algorithm)))
+    counter = next(iter(start.values())).new_zeros(())
+    return Local(start, velocity, dict.fromkeys(velocity, counter), counter)
+
+
+def local_step(net: Network, algorithm: Algorithm, sgd: SGD) -> Callable[[Local, Batch, Context, Tensor], Local]:
+    """One step of SGD of one client: criterion + penalty -> gradient -> correct -> momentum -> new weights."""
+    trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
+
+    def step(local: Local, batch: Batch, context: Context, progress: Tensor) -> Local:
+        constant = pick(local.model, lambda name: not trainable(name) and not moves(name))
+
+        def objective(learnt: Tree) -> tuple[Tensor, Tree]:
+            moving = each(torch.clone, pick(local.model, moves))  # the forward pass writes into these
+            model = {**constant, **learnt, **moving}
+            output = net(model, batch.x)
+            loss = algorithm.criterion(output.logits, batch.y)
+            return loss + algorithm.penalty(net, model, batch, output, context), moving
+
+        learnt = pick(local.model, trainable)
+        grads, (loss, moving) = grad_and_value(objective, has_aux=True)(learnt)
+        grads = algorithm.correct(grads, local.model, context)
+        velocity = sgd.velocity(grads, learnt, local.velocity)
+        moved = each(lambda w, v: w - sgd.lr * v, learnt, velocity)
+        steps = each(lambda count: count + 1, local.steps)
+        if algorithm.trained is not learning:  # tensors that rest now keep value, velocity and count
+            gate = {name: algorithm.trained(name, progress) > 0 for name in learnt}
+            moved = each(torch.where, gate, moved, learnt)
+            velocity = each(torch.where, gate, velocity, local.velocity)
+            steps = each(torch.where, gate, steps, local.steps)
+        return Local(
+            {**local.model, **moved, **each(torch.detach, moving)},
+            velocity,
+            steps,
+            local.loss + loss.detach(),
+        )
+
+    return step
+
+
+# An algorithm's init, enroll, report and update see learnable, shared tensors only; running statistics and tensors that
+# stay at home are handled here.
+
+
+def enter(net: Network, algorithm: Algorithm, tree: Tree) -> Client:
+    """A client on its first visit."""
+    own = pick(tree, lambda name: _ours(net, algorithm, name) and not algorithm.shared(name))
+    return Client(own, algorithm.enroll(seen(net, algorithm, tree), tree))
+
+
+def seen(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
+    """The tensors that an algorithm works on: learnable, not frozen, shared."""
+    trainable = _trainable(net, algorithm)
+    return pick(tree, lambda name: trainable(name) and algorithm.shared(name))
+
+
+def leave(
+    net: Network, algorithm: Algorithm, sgd: SGD, local: Local, context: Context, examples: Tensor
+) -> tuple[Tree, Client]:
+    """The upload of a client that has finished, and what stays with it."""
+    work = Work(examples, local.steps, sgd.lr, sgd.momentum, local.model)
+    upload, memory = algorithm.report(seen(net, algorithm, local.model), context, work)
+    moves = _moving(net, algorithm)
+    statistics = sub(pick(local.model, lambda name: moves(name) and algorithm.shared(name)), context.start)
+    own = pick(local.model, lambda name: _ours(net, algorithm, name) and not algorithm.shared(name))
+    return {**upload, **prefix("statistics", scale(statistics, examples)), "examples": examples}, Client(own, memory)
+
+
+def settle(net: Network, algorithm: Algorithm, tree: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
+    """The server's update; running statistics move by their mean change, so that a constant buffer stays exact."""
+    new, state = algorithm.update(seen(net, algorithm, tree), state, total)
+    changes = scale(under("statistics", total), 1 / total["examples"])
+    return {**tree, **new, **add(changes, tree)}, state
+
+
+def _trainable(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
+    return lambda name: name in net.learnable and not algorithm.frozen(name)
+
+
+def _moving(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
+    return lambda name: name in net.moving and not algorithm.frozen(name)
+
+
+def _ours(net: Network, algorithm: Algorithm, name: str) -> bool:
+    return (name in net.learnable or name in net.moving) and not algorithm.frozen(name)
+
+
+# ---------------------------------------------------------------------------------------------- all clients of a round
+
+
+class Outcome(NamedTuple):
+    """What a round gives."""
+
+    params: Tree
+    state: Tree
+    clients: list[Client]  # in the order of the cohort
+    losses: list[float]  # mean training loss of each client: a diagnostic of the simulation, never uploaded
+
+
+Engine = Callable[[Network, Algorithm, SGD, Dataset, Tree, Tree, Cohort, Sum], Outcome]
+
+
+def sequential(
+    net: Network,
+    algorithm: Algorithm,
+    sgd: SGD,
+    data: Dataset,
+    params: Tree,
+    state: Tree,
+    cohort: Cohort,
+    sum: Sum,
+) -> Outcome:
+    """The specification: one client after the other."""
+    step, sent = local_step(net, algorithm, sgd), pick(state, algorithm.sent)
+    total, after, losses = sum.begin(cohort.ids), [], []
+    for id, client, todo, size in zip(*cohort, strict=True):
+        context = Context({**params, **client.own}, sent, client.memory)
+        local, count = begin(net, algorithm, context.start), len(todo.rows)
+        with _noise(todo.noise, params):
+            for t in range(count):
+                with _noted(f"client {id}, step {t + 1} of {count}"):
+                    batch = _batch(data, params, todo.rows[t], _at(todo.crops, t))
+                    local = step(local, batch, context, _number(params, t / count))
+        upload, client = leave(net, algorithm, sgd, local, context, _number(params, size))
+        total = sum.add(total, [id], stack([upload]))
+        after.append(client)
+        losses.append(local.loss.item() / max(count, 1))
+    return Outcome(*settle(net, algorithm, params, state, sum.end(total)), after, losses)
+
+
+def batched(
+    net: Network,
+    algorithm: Algorithm,
+    sgd: SGD,
+    data: Dataset,
+    params: Tree,
+    state: Tree,
+    cohort: Cohort,
+    sum: Sum,
+) -> Outcome:
+    """The same with a client axis in front of every tensor; clients with more steps go on when the others are done."""
+    order = sorted(range(len(cohort.ids)), key=lambda place: -len(cohort.plans[place].rows))  # longest first
+    ids, sizes = [cohort.ids[place] for place in order], [cohort.sizes[place] for place in order]
+    clients, plans = [cohort.clients[place] for place in order], [cohort.plans[place] for place in order]
+    counts = [len(todo.rows) for todo in plans]
+    todo = _padded(plans)
+    start = {**{name: value.expand(len(order), *value.shape) for name, value in params.items()}}
+    start |= stack([client.own for client in clients])
+    context = Context(start, pick(state, algorithm.sent), stack([client.memory for client in clients]))
+    axes = Context(0, None, 0 if context.memory else None)  # type: ignore[arg-type]  # axes stand where trees do
+    step = vmap(local_step(net, algorithm, sgd), in_dims=(0, 0, axes, 0), randomness="different")
+    finish = vmap(lambda local, context, size: leave(net, algorithm, sgd, local, context, size), in_dims=(0, axes, 0))
+    local = vmap(lambda start: begin(net, algorithm, start))(start)
+    total, t = sum.begin(cohort.ids), 0
+    after: dict[int, Client] = {}
+    losses: dict[int, float] = {}
+    with _noise(todo.noise, params):
+        for active in range(len(order), 0, -1):  # each pass ends with the shortest client that is left
+            shares = torch.tensor(counts[:active], dtype=_like(params).dtype, device=_like(params).device)
+            while t < counts[active - 1]:
+                with _noted(f"clients {ids[:active]}, step {t + 1}"):
+                    batch = _batch(data, params, todo.rows[:active, t], _at(todo.crops, (slice(active), t)))
+                    local = step(local, batch, context, t / shares)
+                t += 1
+            last = slice(active - 1, active)
+            done, given = (
+                _rows(local, last),
+                Context(rows(context.start, last), context.state, rows(context.memory, last)),
+            )
+            upload, client = finish(done, given, _number(params, sizes[active - 1])[None])
+            total = sum.add(total, ids[last], upload)
+            after[ids[active - 1]] = Client(*(unstack(part, 1)[0] for part in client))
+            losses[ids[active - 1]] = done.loss.item() / max(counts[active - 1], 1)
+            rest = slice(active - 1)
+            local, context = (
+                _rows(local, rest),
+                Context(rows(context.start, rest), context.state, rows(context.memory, rest)),
+            )
+    params, state = settle(net, algorithm, params, state, sum.end(total))
+    return Outcome(params, state, [after[id] for id in cohort.ids], [losses[id] for id in cohort.ids])
+
+
+engines: dict[str, Engine] = {"sequential": sequential, "batched": batched}
+
+
+def _padded(plans: Sequence[Plan]) -> Plan:
+    """The plans of several clients as one, (K, T, B), each filled up to the longest with steps that are never taken."""
+    longest = max(len(todo.rows) for todo in plans)
+
+    def pad(tensors: list[Tensor]) -> Tensor:
+        return torch.stack([torch.cat([v, v.new_zeros((longest - len(v), *v.shape[1:]))]) for v in tensors])
+
+    crops = [todo.crops for todo in plans if todo.crops is not None]
+    stacked = Crops(*(pad(list(parts)) for parts in zip(*crops, strict=True))) if crops else None
+    return Plan(pad([todo.rows for todo in plans]), stacked, plans[0].noise)
+
+
+def _batch(data: Dataset, params: Tree, rows: Tensor, crops: Crops | None) -> Batch:
+    """Examples gathered, augmented and normalised in the parameters' precision, for one client or for several."""
+    return Batch(normalise(gather(data.x, rows, crops), data.mean, data.std, _like(params).dtype), data.y[rows])
+
+
+def _at(crops: Crops | None, index: int | tuple[slice, int]) -> Crops | None:
+    return None if crops is None else Crops(crops.shift[index], crops.flip[index])
+
+
+def _rows(local: Local, index: slice) -> Local:
+    return Local(rows(local.model, index), rows(local.velocity, index), rows(local.steps, index), local.loss[index])
+
+
+def _like(params: Tree) -> Tensor:
+    return next(iter(params.values()))
+
+
+def _number(params: Tree, value: float) -> Tensor:
+    return torch.tensor(value, dtype=_like(params).dtype, device=_like(params).device)
+
+
+@contextlib.contextmanager
+def _noise(seed: int, params: Tree) -> Iterator[None]:
+    """Seed the layers that draw for themselves, and leave the global generators as they were."""
+    device = _like(params).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def _noted(place: str) -> Iterator[None]:
+    """Say where a failure happened."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while training {place}")
+        raise

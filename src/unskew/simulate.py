@@ -1,0 +1,145 @@
+"""The simulation: rounds of federated training, as an iterator.
+
+`train` yields a `Round` after each round. Progress bars, histories, checkpoints and tests all consume that iterator,
+and `resume` takes one to go on from: since every random stream is derived from (seed, purpose, round, client), the
+rounds that follow are those that would have followed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from unskew.algorithms import Algorithm, Client
+from unskew.data import normalise
+from unskew.engine import Cohort, Engine, batched, enter, network, plan, seen
+from unskew.errors import UsageError
+from unskew.evaluate import check_width
+from unskew.models import Split
+from unskew.optim import SGD, Schedule, constant
+from unskew.partition import Federation
+from unskew.seeds import generator
+from unskew.sums import Sum, plain_sum
+from unskew.tree import Tree
+
+
+class Round(NamedTuple):
+    """The federation after a round, and what the round was like."""
+
+    number: int  # from 1
+    params: Tree  # the server's model: `installed(model, params)` makes a module of it
+    state: Tree  # the server's state
+    clients: Mapping[int, Client]  # what stays with each client that has taken part, where it keeps anything
+    cohort: tuple[int, ...]  # who trained
+    loss: float  # mean training loss, by examples
+    lr: float
+    seconds: float
+
+
+class Diverged(ArithmeticError):
+    """Training left the numbers."""
+
+
+def train(
+    model: Split,
+    federation: Federation,
+    algorithm: Algorithm,
+    *,
+    rounds: int,
+    epochs: int = 1,
+    steps: int | None = None,
+    batch: int = 64,
+    lr: float = 0.01,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-5,
+    schedule: Schedule | None = None,
+    fraction: float = 1.0,
+    augment: bool = False,
+    seed: int = 0,
+    engine: Engine = batched,
+    sum: Sum | None = None,
+    resume: Round | None = None,
+) -> Iterator[Round]:
+    """Train a model over a federation; the model itself stays as it is.
+
+    In each round a `fraction` of the clients (at least one) does `epochs` passes over its data, or `steps` SGD steps,
+    at `lr` times the `schedule`'s factor. Clients that are absent keep what they keep. Raises `Diverged` when the
+    loss is no number any more.
+    """
+    _check(federation, rounds=rounds, epochs=epochs, steps=steps, batch=batch, lr=lr, momentum=momentum,
+           weight_decay=weight_decay, fraction=fraction)  # fmt: skip
+    net, schedule, sum = network(model), schedule or constant(), sum or plain_sum()
+    data = federation.data
+    device = data.y.device
+    tree = {name: value.to(device) for name, value in net.tree.items()}
+    for module in net.modes.values():
+        module.to(device)
+    sample = normalise(data.x[:1], data.mean, data.std, next(iter(tree.values())).dtype)
+    check_width(net(tree, sample, train=False).logits, data.classes)
+    if resume is None:
+        params, state, clients, first = tree, algorithm.init(seen(net, algorithm, tree)), {}, 1
+    else:
+        params, state, clients, first = resume.params, resume.state, dict(resume.clients), resume.number + 1
+    for number in range(first, rounds + 1):
+        began = time.perf_counter()
+        ids = cohort_of(len(federation.clients), fraction, seed, number)
+        plans = [
+            plan(federation.clients[id], batch, seed, number, id, epochs=epochs, steps=steps, augment=augment)
+            for id in ids
+        ]
+        visitors = [clients[id] if id in clients else enter(net, algorithm, params) for id in ids]
+        sizes = [federation.sizes[id] for id in ids]
+        sgd = SGD(lr * schedule(number, rounds), momentum, weight_decay)
+        try:
+            outcome = engine(net, algorithm, sgd, data, params, state, Cohort(ids, visitors, plans, sizes), sum)
+        except Exception as error:
+            error.add_note(f"in round {number} of {rounds}")
+            raise
+        params, state = outcome.params, outcome.state
+        clients = {
+            **clients,
+            **{id: kept for id, kept in zip(ids, outcome.clients, strict=True) if any(kept)},
+        }
+        loss = math.fsum(n * value for n, value in zip(sizes, outcome.losses, strict=True)) / math.fsum(sizes)
+        if not math.isfinite(loss) or not all(torch.isfinite(value).all() for value in params.values()):
+            worst = max(zip(ids, outcome.losses, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
+            raise Diverged(
+                f"training diverged in round {number}: the loss of client {worst[0]} is {worst[1]}; "
+                f"lower the learning rate (it is {sgd.lr:g})"
+            )
+        yield Round(number, params, state, clients, tuple(ids), loss, sgd.lr, time.perf_counter() - began)
+
+
+def cohort_of(clients: int, fraction: float, seed: int, round: int) -> list[int]:
+    """The ids of the clients that train in a round, ascending: all, or a random choice that depends on seed and
+    round.
+    """
+    count = max(1, round_half_up(fraction * clients))
+    return sorted(torch.randperm(clients, generator=generator(seed, "cohort", round))[:count].tolist())
+
+
+def round_half_up(value: float) -> int:
+    """The nearest whole number; Python's own rounding would make 2 of 2.5."""
+    return math.floor(value + 0.5)
+
+
+def _check(federation: Federation, **given: float | None) -> None:
+    """Refuse settings that can't be meant."""
+    one: tuple[Callable[[float], bool], str] = (lambda value: 1 <= value < math.inf, "at least 1")
+    positive: tuple[Callable[[float], bool], str] = (lambda value: 0 <= value < math.inf, "0 or more")
+    allowed = {
+        "rounds": one, "epochs": one, "steps": one, "batch": one, "lr": positive, "weight_decay": positive,
+        "momentum": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
+        "fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    }  # fmt: skip
+    for name, value in given.items():
+        fits, text = allowed[name]
+        if value is not None and not fits(value):
+            raise UsageError(f"{name} is {value}: it must be {text}")
+    empty = [id for id, indices in enumerate(federation.clients) if not len(indices)]
+    if empty:
+        raise UsageError(f"clients {empty} hold no examples: leave them out, or cut with min_size of at least 1")

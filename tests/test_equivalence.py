@@ -1,0 +1,120 @@
+"""The engines agree: `batched` equals `sequential` for every method, norm layer and ragged cohort."""
+
+import pytest
+import torch
+from methods import ODD, PRODUCT
+
+from conftest import toy_model
+from unskew.engine import batched, sequential
+from unskew.simulate import train
+
+METHODS = {**PRODUCT, **ODD}
+
+
+def rounds(algorithm, federation, norm, engine, **options):
+    settings = {
+        "rounds": 3,
+        "epochs": 2,
+        "batch": 8,
+        "lr": 0.05,
+        "momentum": 0.9,
+        "weight_decay": 1e-3,
+        "seed": 1,
+        **options,
+    }
+    return list(train(toy_model(norm), federation, algorithm, engine=engine, **settings))
+
+
+def everything(last):
+    """All tensors that a federation holds after a round."""
+    tree = {**last.params, **{f"state/{k}": v for k, v in last.state.items()}}
+    for id, client in last.clients.items():
+        tree |= {f"{id}/own/{k}": v for k, v in client.own.items()} | {
+            f"{id}/memory/{k}": v for k, v in client.memory.items()
+        }
+    return tree
+
+
+def gap(first, second):
+    a, b = everything(first), everything(second)
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+@pytest.mark.parametrize("norm", ["group", "batch", "none"])
+@pytest.mark.parametrize("name", METHODS)
+def test_batched_equals_sequential(name, norm, ragged):
+    one, other = (rounds(METHODS[name], ragged, norm, engine) for engine in (sequential, batched))
+    assert gap(one[-1], other[-1]) < 1e-9
+    assert [r.loss for r in one] == pytest.approx([r.loss for r in other], abs=1e-9)
+    start = toy_model(norm).state_dict()
+    assert max((v - start[k]).abs().max().item() for k, v in one[-1].params.items()) > 1e-3  # something was learnt
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fraction": 0.5},
+        {"steps": 3, "epochs": 1},
+        {"batch": 64},
+        {"augment": True},
+        {"batch": 1, "epochs": 1, "rounds": 1},
+    ],
+)
+@pytest.mark.parametrize("name", ["fedavg", "fedavgm", "contrastive, body at home", "control variates"])
+def test_other_settings(name, options, ragged):
+    one, other = (rounds(METHODS[name], ragged, "batch", engine, **options)[-1] for engine in (sequential, batched))
+    assert gap(one, other) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"fraction": 0.5}, {"steps": 3}, {"batch": 64}, {"augment": True}, {"momentum": 0.0}]
+)
+@pytest.mark.parametrize("norm", ["group", "batch", "none"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_setting(name, norm, options, ragged):
+    one, other = (rounds(METHODS[name], ragged, norm, engine, **options)[-1] for engine in (sequential, batched))
+    assert gap(one, other) < 1e-9
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_same_seed_same_bits(engine, ragged):
+    first, second = (rounds(METHODS["fedavgm"], ragged, "batch", engine)[-1] for _ in range(2))
+    assert gap(first, second) == 0
+    assert gap(first, rounds(METHODS["fedavgm"], ragged, "batch", engine, seed=2)[-1]) > 0
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_dropout_is_reproducible_and_leaves_the_global_generator_alone(engine, ragged):
+    def go():
+        model = toy_model("none")
+        model.features.append(torch.nn.Dropout(0.5))
+        return list(train(model, ragged, METHODS["fedavg"], rounds=2, batch=8, engine=engine))[-1]
+
+    torch.manual_seed(3)
+    first = go()
+    assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(3))
+    assert gap(first, go()) == 0
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_what_a_method_freezes_or_keeps_at_home(engine, ragged):
+    start = toy_model("batch").state_dict()
+    frozen = rounds(METHODS["frozen head"], ragged, "batch", engine)[-1]
+    assert all(torch.equal(frozen.params[k], start[k]) for k in ("classifier.weight", "classifier.bias"))
+    home = rounds(METHODS["body at home"], ragged, "batch", engine)[-1]
+    assert torch.equal(home.params["features.0.weight"], start["features.0.weight"])
+    assert torch.equal(home.params["features.1.running_mean"], start["features.1.running_mean"])
+    assert all("features.0.weight" in c.own and "classifier.weight" not in c.own for c in home.clients.values())
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_absent_clients_keep_what_they_keep(engine, ragged):
+    before, after = rounds(METHODS["contrastive, body at home"], ragged, "batch", engine, fraction=0.3)[-2:]
+    absent = set(before.clients) - set(after.cohort)
+    for id in absent:
+        assert all(torch.equal(before.clients[id].own[k], v) for k, v in after.clients[id].own.items())
+        assert all(torch.equal(before.clients[id].memory[k], v) for k, v in after.clients[id].memory.items())
+    present = set(after.cohort) & set(before.clients)
+    assert absent or present

@@ -1,0 +1,126 @@
+"""The round loop: settings, resumption, refusals."""
+
+import math
+
+import pytest
+import torch
+from methods import ODD, PRODUCT
+
+from conftest import toy_data, toy_model
+from test_equivalence import gap
+from unskew.algorithms import fedavg, fedavgm, fedprox, server
+from unskew.engine import batched, sequential
+from unskew.errors import UsageError
+from unskew.optim import SGD, constant, cosine, momentum, multistep
+from unskew.partition import Federation
+from unskew.simulate import Diverged, train
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+@pytest.mark.parametrize("name", ["fedavg", "fedavgm", "control variates", "contrastive, body at home"])
+def test_a_run_that_goes_on_from_any_round_ends_the_same(engine, name, ragged):
+    method = {**PRODUCT, **ODD}[name]
+    options = {"rounds": 4, "batch": 8, "lr": 0.05, "fraction": 0.7, "seed": 3, "schedule": cosine(), "engine": engine}
+    whole = list(train(toy_model("batch"), ragged, method, **options))
+    for stop in (1, 2, 3):
+        rest = list(train(toy_model("batch", seed=9), ragged, method, resume=whole[stop - 1], **options))
+        assert [r.number for r in rest] == list(range(stop + 1, 5))
+        assert gap(whole[-1], rest[-1]) == 0
+
+
+def test_schedules():
+    assert [constant()(r, 4) for r in (1, 4)] == [1, 1]
+    assert [cosine()(r, 4) for r in (1, 3)] == pytest.approx([1, 0.5])
+    assert cosine()(100, 100) > 0
+    assert [multistep()(r, 100) for r in (1, 40, 41, 80, 81, 100)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    reference = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    annealed = torch.optim.lr_scheduler.CosineAnnealingLR(reference, 10)
+    for number in range(1, 11):
+        assert cosine()(number, 10) == pytest.approx(annealed.get_last_lr()[0])
+        reference.step()
+        annealed.step()
+
+
+def test_the_schedule_reaches_the_clients(ragged):
+    rates = [r.lr for r in train(toy_model(), ragged, fedavg(), rounds=4, batch=8, lr=0.2, schedule=cosine())]
+    assert rates == pytest.approx([0.2 * cosine()(number, 4) for number in (1, 2, 3, 4)])
+
+
+def test_sgd_is_torch_s():
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(5, generator=draw).double()
+    theirs = weight.clone().requires_grad_()
+    optimiser = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.03)
+    sgd, ours, velocity = SGD(0.1, 0.9, 0.03), {"w": weight.clone()}, {"w": torch.zeros(5).double()}
+    for _ in range(5):
+        grad = torch.randn(5, generator=draw).double()
+        theirs.grad = grad.clone()
+        optimiser.step()
+        velocity = sgd.velocity({"w": grad}, ours, velocity)
+        ours = {"w": ours["w"] - sgd.lr * velocity["w"]}
+    assert ours["w"] == pytest.approx(theirs.detach().numpy(), abs=1e-14)
+
+
+def test_training_learns(ragged):
+    losses = [r.loss for r in train(toy_model(), ragged, fedavg(), rounds=15, epochs=4, batch=8, lr=0.05)]
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_divergence_is_reported_with_its_remedy(ragged):
+    with pytest.raises(Diverged, match="round 1: the loss of client .* lower the learning rate"):
+        list(train(toy_model("none"), ragged, fedavg(), rounds=3, batch=8, lr=1e200))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds is 0"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"steps": 0}, "steps is 0"),
+        ({"batch": 0}, "batch is 0"),
+        ({"lr": -0.1}, "lr is -0.1"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"momentum": 1.5}, "momentum is 1.5"),
+        ({"weight_decay": -1}, "weight_decay is -1"),
+        ({"fraction": 1.2}, "fraction is 1.2"),
+        ({"fraction": 0}, "fraction is 0"),
+    ],
+)
+def test_settings_that_can_not_be_meant_are_refused(options, message, ragged):
+    with pytest.raises(UsageError, match=message):
+        next(train(toy_model(), ragged, fedavg(), **{"rounds": 1, **options}))
+
+
+def test_an_empty_client_and_a_model_of_other_classes_are_refused(ragged):
+    empty = Federation(ragged.data, (*ragged.clients, torch.arange(0)))
+    with pytest.raises(UsageError, match=r"clients \[3\] hold no examples"):
+        next(train(toy_model(), empty, fedavg(), rounds=1))
+    with pytest.raises(UsageError, match=r"output has shape \(1, 7\), but the data have 5 classes"):
+        next(train(toy_model(classes=7), ragged, fedavg(), rounds=1))
+
+
+def test_methods_refuse_what_can_not_be_meant():
+    for bad in (lambda: fedprox(-1), lambda: fedavgm(1.0), lambda: fedavg("size"), lambda: fedprox(math.nan)):
+        with pytest.raises(UsageError):
+            bad()
+    with pytest.raises(UsageError, match="another name"):
+        server(server(fedavg(), momentum(0.1)), momentum(0.1)).init({"w": torch.zeros(1)})
+
+
+def test_two_servers_with_names_of_their_own_both_act(ragged):
+    def last(method):
+        return list(train(toy_model(), ragged, method, rounds=3, batch=8, lr=0.05))[-1]
+
+    once = server(fedavg(), momentum(0.3))
+    twice = server(once, momentum(0.0), name="outer")
+    both = server(once, momentum(0.3), name="outer")
+    assert {k: v for k, v in last(twice).params.items()}.keys() == last(once).params.keys()
+    assert max((last(twice).params[k] - v).abs().max() for k, v in last(once).params.items()) < 1e-12
+    assert max((last(both).params[k] - v).abs().max() for k, v in last(once).params.items()) > 1e-4
+
+
+def test_clients_smaller_than_a_batch_train(ragged):
+    tiny = Federation(toy_data(), (torch.tensor([0]), torch.tensor([1, 2])))
+    for norm in ("group", "batch"):
+        last = list(train(toy_model(norm), tiny, fedavg(), rounds=1, batch=16, lr=0.1))[-1]
+        assert (last.params["classifier.weight"] - toy_model(norm).classifier.weight).abs().max() > 1e-4
