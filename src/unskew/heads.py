@@ -1,0 +1,238 @@
+"""Calibration: a better classifier from the sum of the clients' feature statistics, on features that stay as they are.
+
+A `Calibrator` turns (statistics, old classifier, generator) into a new classifier and says which form of statistics
+it needs. `ccvr` samples virtual features and re-trains (CCVR section 4, Algorithm 1); `ffc` solves the normal equations
+(SphereFed 4.3 and C.1). `calibrate` puts the new classifier into a copy of the model. `oracle` re-trains on the real
+features of all clients, which a federation never has: it is the yardstick of a simulation and not a Calibrator.
+
+New heads are plain modules: an `nn.Linear`, behind a `Transform` where the statistics were taken under one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unskew.errors import UsageError
+from unskew.models import Split, evaluating, linear
+from unskew.optim import SGD
+from unskew.statistics import FeatureStats
+from unskew.transforms import Transform
+
+PAPER = SGD(lr=0.001, momentum=0.9, weight_decay=1e-5)  # CCVR Table 8, calibration, CIFAR-10
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """A way to make a new classifier from statistics."""
+
+    name: str
+    form: str  # the cheapest form of statistics that it can work from
+    transform: str  # what its statistics are to be taken under: collect(..., form=..., transform=...)
+    fit: Callable[[FeatureStats, nn.Linear, torch.Generator], nn.Module]  # sum, old linear layer -> new classifier
+
+    def __call__(self, stats: FeatureStats, classifier: nn.Module, generator: torch.Generator) -> nn.Module:
+        """The new classifier; the old one stays as it is."""
+        old = linear(classifier)
+        expected = (stats.classes, stats.dimension)
+        if tuple(old.weight.shape) != expected:
+            raise UsageError(
+                f"the classifier maps {old.in_features} features to {old.out_features} classes, the statistics hold "
+                f"{stats.dimension} features and {stats.classes} classes: they belong to another model"
+            )
+        if stats.transform != self.transform:
+            raise UsageError(
+                f"{self.name} is to work on features under {self.transform!r}, but the statistics were taken under "
+                f"{stats.transform!r}: collect them with transform={self.transform!r}, or choose {self.name}(transform=...)"
+            )
+        if not stats.count.sum() > 0:
+            raise UsageError("the statistics hold no examples: add those of at least one client")
+        return self.fit(stats, old, generator)
+
+
+def calibrate(
+    model: Split, stats: FeatureStats, calibrator: Calibrator, generator: torch.Generator | None = None
+) -> Split:
+    """A copy of the model with the classifier that `calibrator` makes from the sum of all clients' statistics."""
+    generator = generator if generator is not None else torch.Generator().manual_seed(0)
+    return _with_classifier(model, calibrator(stats, model.classifier, generator))
+
+
+# ---------------------------------------------------------------------------------------------- CCVR
+
+
+def ccvr(
+    samples: int = 2000, proportional: bool = False, transform: str = "relu-tukey:0.5", when: str = "before",
+    epochs: int = 10, batch: int = 64, lr: float = PAPER.lr, momentum: float = PAPER.momentum,
+    weight_decay: float = PAPER.weight_decay,
+) -> Calibrator:  # fmt: skip
+    r"""Draw virtual features z ~ N(mu_c, Sigma_c) for every class c and re-train the old head on them by SGD.
+
+    mu_c and Sigma_c are Equations 3 and 4, from the summed moments. M_c = `samples` for each class that has examples or,
+    if `proportional`, M_c = `samples` * C * N_c / |D|: the same number in all, in the proportions of the data.
+
+    The paper applies ReLU and Tukey's power, here the `transform`, "before classifier re-training", and leaves open when:
+    `when="before"` takes the moments of transformed features, which a Gaussian fits better; `when="after"` transforms
+    the virtual features. `docs/calibration.md` has both, measured. Other defaults are Table 8's for CIFAR-10, alpha <= 0.1.
+    """
+    if samples < 1 or epochs < 1 or batch < 1:
+        raise UsageError(f"samples, epochs and batch must be at least 1; they are {samples}, {epochs}, {batch}")
+    if when not in ("before", "after"):
+        raise UsageError(f"when is {when!r}: allowed are 'before' (the moments) and 'after' (the sampling)")
+    before, after = (transform, "identity") if when == "before" else ("identity", transform)
+    virtual = Transform(after)
+
+    def fit(stats: FeatureStats, old: nn.Linear, generator: torch.Generator) -> nn.Module:
+        share = stats.count / stats.count.sum() * stats.classes if proportional else (stats.count > 0).double()
+        z, y = virtual_features(stats, (samples * share).round().long().tolist(), generator)
+        head = retrain(old, virtual(z).to(old.weight), y, epochs, batch, SGD(lr, momentum, weight_decay), generator)
+        return _behind(head, transform)
+
+    return Calibrator("ccvr", "class", Transform(before).name, fit)
+
+
+def virtual_features(stats: FeatureStats, numbers: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """`numbers[c]` draws from the Gaussian of each class c, and their labels: (M, d) and (M,), float64 (Algorithm 1)."""
+    device = stats.first.device
+    drawn = []
+    for label, number in enumerate(numbers):
+        noise = torch.randn(number, stats.dimension, generator=generator, dtype=torch.float64).to(device)
+        drawn.append(stats.mean[label] + noise @ root(stats.covariance_of(label)).T if number else noise)
+    labels = torch.arange(len(numbers), device=device).repeat_interleave(torch.tensor(numbers, device=device))
+    return torch.cat(drawn), labels
+
+
+def root(covariance: Tensor) -> Tensor:
+    """A matrix R with R R' = covariance: its Cholesky factor.
+
+    A class with n <= d examples has a singular covariance and no such factor; then R is made from the eigenvalues,
+    those below zero by rounding clipped at zero.
+    """
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if not failed and torch.isfinite(factor).all():
+        return factor
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp(min=0).sqrt()
+
+
+def retrain(
+    old: nn.Linear, z: Tensor, y: Tensor, epochs: int, batch: int, sgd: SGD, generator: torch.Generator
+) -> nn.Linear:
+    """Go on training a linear head on features by SGD on the cross entropy; the last batch of an epoch may be short."""
+    weight = torch.cat([old.weight, _bias(old)[:, None]], 1).detach().clone()  # (C, d + 1): the bias as a last column
+    if old.bias is None:
+        weight = weight[:, :-1]
+    else:
+        z = torch.cat([z, z.new_ones(len(z), 1)], 1)
+    targets = (y[:, None] == torch.arange(old.out_features, device=y.device)).to(z)  # (n, C)
+    velocity = torch.zeros_like(weight)
+    for _ in range(epochs):
+        order = torch.randperm(len(z), generator=generator).to(z.device)
+        for rows in order.split(batch):
+            error = (z[rows] @ weight.T).softmax(1) - targets[rows]  # the gradient of the cross entropy, by hand
+            grad = error.T @ z[rows] / len(rows) + sgd.weight_decay * weight
+            velocity.mul_(sgd.momentum).add_(grad)
+            weight.sub_(velocity, alpha=sgd.lr)
+    head = copy.deepcopy(old)
+    with torch.no_grad():
+        head.weight.copy_(weight[:, : old.in_features])
+        if head.bias is not None:
+            head.bias.copy_(weight[:, -1])
+    return head
+
+
+# ---------------------------------------------------------------------------------------------- FFC
+
+
+def ffc(ridge: float = 0.0, transform: str = "identity") -> Calibrator:
+    r"""The head of least squared error against one-hot labels, in closed form: W = (V + ridge I)^-1 U (Equation 12).
+
+    V = sum of z z' and U = sum of z one_hot(y)' over all clients (Equation 9); `ridge` is lambda and acts on sums, as
+    in Equation 12 (as the minimiser of Equation 11 it would be lambda C |D|: see docs/papers.md). Exactly when the
+    old head has a bias, an intercept is fitted and not penalised: the equations are then centred at the mean.
+
+    Solved by Cholesky in float64. Where V + ridge I is singular or so near that digits would be lost (a feature that
+    is always zero, fewer examples than features), the solution of least norm is taken, from eigenvalues above d * eps
+    * the largest.
+    """
+    if not ridge >= 0:
+        raise UsageError(f"ridge is {ridge}: it must be 0 or more")
+
+    def fit(stats: FeatureStats, old: nn.Linear, generator: torch.Generator) -> nn.Module:
+        gram, cross = stats.gram, stats.cross  # (d, d), (d, C)
+        if old.bias is None:
+            return _behind(_linear(old, solve(gram, cross, ridge).T, None), transform)
+        total, count = stats.first.sum(0), stats.count.sum()
+        mean, prior = total / count, stats.count / count  # (d,), (C,)
+        weight = solve(gram - torch.outer(total, mean), cross - torch.outer(total, prior), ridge).T
+        return _behind(_linear(old, weight, prior - weight @ mean), transform)
+
+    return Calibrator("ffc", "pooled", Transform(transform).name, fit)
+
+
+def solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    """(gram + ridge I)^-1 cross, or the least-norm solution where that inverse does not exist: see `ffc`."""
+    matrix = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    tolerance = len(matrix) * torch.finfo(matrix.dtype).eps
+    pivots = factor.diagonal() ** 2
+    if not failed and pivots.min() > tolerance * matrix.diagonal().max():
+        return torch.cholesky_solve(cross, factor)
+    values, vectors = torch.linalg.eigh(matrix)
+    inverse = torch.where(values > tolerance * values[-1], 1 / values, 0.0)
+    return vectors @ (inverse[:, None] * (vectors.T @ cross))
+
+
+# ---------------------------------------------------------------------------------------------- the yardstick
+
+
+def oracle(
+    model: Split, batches: Iterable[tuple[Tensor, Tensor]], generator: torch.Generator, transform: str = "identity",
+    epochs: int = 50, batch: int = 64, lr: float = PAPER.lr, momentum: float = PAPER.momentum,
+    weight_decay: float = PAPER.weight_decay,
+) -> Split:  # fmt: skip
+    """A copy of the model, its head re-trained on the real features of *all* clients: CCVR 3.3, "whole data".
+
+    For simulations only: it needs what no client may send. `batches` hold every client's examples; Table 8's settings.
+    """
+    old = linear(model.classifier)
+    with evaluating(model), torch.no_grad():
+        features, labels = zip(*((model.features(x), y) for x, y in batches), strict=True)
+    z = Transform(transform)(torch.cat(features)).to(old.weight)
+    head = retrain(old, z, torch.cat(labels), epochs, batch, SGD(lr, momentum, weight_decay), generator)
+    return _with_classifier(model, _behind(head, transform))
+
+
+# ---------------------------------------------------------------------------------------------- small parts
+
+
+def _bias(old: nn.Linear) -> Tensor:
+    return old.bias if old.bias is not None else old.weight.new_zeros(old.out_features)
+
+
+def _linear(old: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer like the old one that holds these values."""
+    head = copy.deepcopy(old)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        if bias is not None:
+            head.bias.copy_(bias)
+    return head
+
+
+def _behind(head: nn.Linear, transform: str) -> nn.Module:
+    """The layer behind the transform under which it was fitted, or alone where that is none."""
+    return head if transform == "identity" else nn.Sequential(Transform(transform), head)
+
+
+def _with_classifier(model: Split, classifier: nn.Module) -> Split:
+    calibrated = copy.deepcopy(model)
+    calibrated.classifier = classifier.train(model.classifier.training)
+    return calibrated
+
+
+calibrators: dict[str, Callable[..., Calibrator]] = {"ccvr": ccvr, "ffc": ffc}

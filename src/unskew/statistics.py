@@ -1,0 +1,274 @@
+"""Feature statistics: the additive moments of features per class, which CCVR and FFC are made from.
+
+A client calls `collect` (eval mode, streamed in batches) and gets a `FeatureStats`: counts, sums and second moments,
+in float64. Statistics are *added* (`a + b`), so the sum over clients does not depend on how the data were cut; means,
+covariances (CCVR Equations 2 to 4) and the normal equations (SphereFed Equations 9, 10) are derived from the sum.
+Nothing is weighted, merged or divided on the way.
+
+The second moment comes in four forms, a ladder of bandwidth: "class" (a matrix per class), "pooled" (one matrix),
+"diagonal" (the variances per class), "none". Matrices are symmetric and stored as packed triangles.
+`statistics_file.py` keeps them on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from unskew.errors import DataError, UsageError
+from unskew.models import Split, evaluating
+from unskew.transforms import Transform
+
+FORMS = ("class", "pooled", "diagonal", "none")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where statistics come from; None where it is not known."""
+
+    layer: str | None = None  # name of the classification layer
+    input_shape: tuple[int, ...] | None = None
+    input_dtype: str | None = None
+    weights: str | None = None  # digest of the weights that made the features
+
+
+@dataclass(frozen=True)
+class FeatureStats:
+    """Additive moments of d-dimensional features of C classes.
+
+    >>> a = FeatureStats.of(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([0, 0]), classes=2)
+    >>> (a + a).mean
+    tensor([[2., 3.],
+            [0., 0.]], dtype=torch.float64)
+    """
+
+    count: Tensor  # (C,)   examples of each class
+    first: Tensor  # (C, d) sum of z over each class
+    second: Tensor  # (C, t) "class" | (t,) "pooled" | (C, d) "diagonal" | (0,) "none";  t = d (d + 1) / 2, packed
+    form: str = "class"
+    transform: str = "identity"  # what was done to the features before
+    origin: Origin = field(default_factory=Origin)
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise UsageError(f"form is {self.form!r}: allowed are {', '.join(FORMS)}")
+        Transform(self.transform)
+        classes, dimension = self.first.shape if self.first.ndim == 2 else (-1, -1)
+        expected = {"count": (classes,), "second": _second_shape(self.form, classes, dimension)}
+        for name, shape in expected.items():
+            found = tuple(getattr(self, name).shape)
+            if found != shape:
+                raise DataError(
+                    f"{name} has shape {found}; with first of shape {tuple(self.first.shape)} and "
+                    f"form {self.form!r} it must be {shape}"
+                )
+        if any(part.dtype != torch.float64 for part in (self.count, self.first, self.second)):
+            raise DataError("statistics must be float64: sums in less lose the covariance when means are large")
+
+    # ------------------------------------------------------------------------------------------ making and adding
+
+    @classmethod
+    def of(cls, z: Tensor, y: Tensor, classes: int, form: str = "class", transform: str = "identity") -> FeatureStats:
+        """The moments of features `z` (n, d), untransformed, with labels `y` (n,)."""
+        if form not in FORMS:
+            raise UsageError(f"form is {form!r}: allowed are {', '.join(FORMS)}")
+        if z.ndim != 2 or y.shape != z.shape[:1]:
+            raise DataError(f"features must be (n, d) and labels (n,); they are {tuple(z.shape)} and {tuple(y.shape)}")
+        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+            raise DataError(
+                f"labels lie in {int(y.min())}..{int(y.max())}; of {classes} classes they must lie in 0..{classes - 1}"
+            )
+        if not torch.isfinite(z).all():
+            raise DataError("features hold NaN or infinite values: the model's weights or the data are damaged")
+        z = Transform(transform)(z.double())
+        dimension = z.shape[1]
+        count = torch.bincount(y, minlength=classes).double()
+        first = z.new_zeros(classes, dimension).index_add_(0, y, z)
+        second = z.new_zeros(_second_shape(form, classes, dimension))
+        if form == "pooled":
+            second = pack(z.T @ z)
+        elif form == "diagonal":
+            second = second.index_add_(0, y, z * z)
+        elif form == "class":
+            for label in y.unique().tolist():
+                members = z[y == label]
+                second[label] = pack(members.T @ members)
+        return cls(count, first, second, form, transform)
+
+    def __add__(self, other: FeatureStats) -> FeatureStats:
+        if not isinstance(other, FeatureStats):
+            return NotImplemented
+        for name in ("classes", "dimension", "form", "transform"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise DataError(f"statistics of different {name} can't be added: {mine!r} and {theirs!r}")
+        mine, theirs = self.origin.weights, other.origin.weights
+        if mine and theirs and mine != theirs:
+            raise DataError(
+                f"statistics of different weights can't be added: {mine[:12]}... and {theirs[:12]}...; "
+                "collect both with the same model"
+            )
+        count, first, second = (a + b for a, b in zip(self.moments, other.moments, strict=True))
+        return replace(self, count=count, first=first, second=second)
+
+    def to(self, device: torch.device | str) -> FeatureStats:
+        """The same statistics on another device."""
+        return replace(self, count=self.count.to(device), first=self.first.to(device), second=self.second.to(device))
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    @property
+    def moments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """count, first, second."""
+        return self.count, self.first, self.second
+
+    @property
+    def classes(self) -> int:
+        """C."""
+        return self.first.shape[0]
+
+    @property
+    def dimension(self) -> int:
+        """d."""
+        return self.first.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three tensors: what a client sends."""
+        return sum(part.numel() * part.element_size() for part in self.moments)
+
+    @property
+    def mean(self) -> Tensor:
+        """Class means, Equation 3; zero for a class without examples. (C, d)"""
+        return self.first / self.count.clamp(min=1)[:, None]
+
+    def covariance_of(self, label: int) -> Tensor:
+        """Unbiased covariance of one class, Equation 4; zero where n <= 1. (d, d), from the "class" or "diagonal"
+        form.
+        """
+        self._needs("a class covariance", "class", "diagonal")
+        count = self.count[label]
+        if count <= 1:
+            return self.first.new_zeros(self.dimension, self.dimension)
+        mean = self.mean[label]
+        if self.form == "diagonal":
+            return torch.diag((self.second[label] - count * mean**2).clamp(min=0) / (count - 1))
+        return (unpack(self.second[label], self.dimension) - count * torch.outer(mean, mean)) / (count - 1)
+
+    @property
+    def covariance(self) -> Tensor:
+        """All class covariances at once: (C, d, d). `covariance_of` needs C times less memory."""
+        return torch.stack([self.covariance_of(label) for label in range(self.classes)])
+
+    @property
+    def gram(self) -> Tensor:
+        """Z'Z, the sum of all outer products: V of Equation 9. (d, d), from the "class" or "pooled" form."""
+        self._needs("the sum of outer products", "class", "pooled")
+        return unpack(self.second.sum(0) if self.form == "class" else self.second, self.dimension)
+
+    @property
+    def cross(self) -> Tensor:
+        """Z'Y, the sums of z per class: U of Equation 9. (d, C)"""
+        return self.first.T
+
+    def _needs(self, what: str, *forms: str) -> None:
+        if self.form not in forms:
+            raise UsageError(
+                f"{what} needs statistics of form {' or '.join(forms)}; these are of form {self.form!r}: collect again"
+            )
+
+    def reduced(self, form: str) -> FeatureStats:
+        """The same statistics in a cheaper form."""
+        if form == self.form:
+            return self
+        if form == "none":
+            second = self.first.new_zeros(0)
+        elif form == "pooled" and self.form == "class":
+            second = self.second.sum(0)
+        elif form == "diagonal" and self.form == "class":
+            diagonal = torch.arange(self.dimension, device=self.second.device)
+            second = self.second[:, diagonal * self.dimension - diagonal * (diagonal - 1) // 2]
+        else:
+            raise UsageError(f"form {form!r} can't be derived from form {self.form!r}: collect again")
+        return replace(self, second=second, form=form)
+
+    # ------------------------------------------------------------------------------------------ files
+
+    def save(self, path: str | Path, precision: str = "float64") -> None:
+        """Write a file of format version 1: see `statistics_file`."""
+        from unskew.statistics_file import save
+
+        save(self, Path(path), precision)
+
+    @classmethod
+    def load(cls, path: str | Path) -> FeatureStats:
+        """Read a file, or refuse it by name if anything in it is damaged or not of this format."""
+        from unskew.statistics_file import load
+
+        return load(Path(path))
+
+
+def pack(matrix: Tensor) -> Tensor:
+    """The upper triangle of a symmetric matrix, row by row: (d, d) -> (d (d + 1) / 2,)."""
+    row, column = torch.triu_indices(*matrix.shape, device=matrix.device)
+    return matrix[row, column]
+
+
+def unpack(packed: Tensor, dimension: int) -> Tensor:
+    """The symmetric matrix of a packed triangle."""
+    row, column = torch.triu_indices(dimension, dimension, device=packed.device)
+    matrix = packed.new_empty(dimension, dimension)
+    matrix[row, column] = packed
+    matrix[column, row] = packed
+    return matrix
+
+
+def _second_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
+    triangle = dimension * (dimension + 1) // 2
+    return {
+        "class": (classes, triangle),
+        "pooled": (triangle,),
+        "diagonal": (classes, dimension),
+        "none": (0,),
+    }[form]
+
+
+# ---------------------------------------------------------------------------------------------- from a model
+
+
+def collect(
+    model: Split,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    classes: int,
+    form: str = "class",
+    transform: str = "identity",
+) -> FeatureStats:
+    """All that a client has to call: the moments of its features, from batches of (inputs, labels).
+
+    The model is in eval mode meanwhile, no gradients are kept, one batch is held at a time, and every module's mode
+    is as before afterwards. An iterable without batches gives statistics of zero examples.
+    """
+    empty = torch.zeros(0, model.dimension)
+    total = FeatureStats.of(empty, torch.zeros(0, dtype=torch.int64), classes, form, transform)
+    origin = Origin(layer=model.layer, weights=weights_digest(model))
+    with evaluating(model), torch.no_grad():
+        for x, y in batches:
+            part = FeatureStats.of(model.features(x), y, classes, form, transform)
+            total = total.to(part.first.device) + part
+            origin = replace(origin, input_shape=tuple(x.shape[1:]), input_dtype=str(x.dtype).removeprefix("torch."))
+    return replace(total, origin=origin)
+
+
+def weights_digest(model: Split) -> str:
+    """A digest of the weights that make the features: equal for equal weights, whatever the classifier."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.features.state_dict().items()):
+        if not name.endswith("num_batches_tracked"):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

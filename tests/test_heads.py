@@ -1,0 +1,381 @@
+"""Calibrated heads: against scikit-learn, against slow twins, and against the ways in which others went wrong."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import Ridge
+from torch import nn
+
+from conftest import toy_data, toy_model
+from test_statistics import features, total
+from unskew.errors import UsageError
+from unskew.evaluate import batches
+from unskew.heads import calibrate, ccvr, ffc, oracle, retrain, root, virtual_features
+from unskew.models import Split
+from unskew.optim import SGD
+from unskew.seeds import generator
+from unskew.statistics import FeatureStats, collect
+
+
+def head(d=6, classes=4, bias=True, dtype=torch.float64):
+    return nn.Linear(d, classes, bias).to(dtype)
+
+
+def fitted(calibrator, stats, old, seed=0):
+    return calibrator(stats, old, generator(seed))
+
+
+# ---------------------------------------------------------------------------------------------- FFC
+
+
+@pytest.mark.parametrize("form", ["class", "pooled"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("ridge", [0.0, 0.1, 10.0])
+def test_ffc_is_ridge_regression_on_the_pooled_features(form, bias, ridge):
+    z, y = features(mean=20.0)
+    owner = torch.randint(0, 9, (300,), generator=torch.Generator().manual_seed(1))
+    new = fitted(ffc(ridge), total(z, y, owner, 4, form=form), head(bias=bias))
+    onehot = np.eye(4)[y.numpy()]
+    reference = Ridge(alpha=ridge, fit_intercept=bias, solver="svd").fit(z.numpy(), onehot)
+    assert new.weight.detach().numpy() == pytest.approx(reference.coef_, abs=1e-8)
+    if bias:
+        assert new.bias.detach().numpy() == pytest.approx(reference.intercept_, abs=1e-8)
+    else:
+        assert new.bias is None
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_ffc_without_ridge_never_raises_the_training_squared_error(bias):
+    z, y = features()
+    onehot = (y[:, None] == torch.arange(4)).double()
+    new = fitted(ffc(), FeatureStats.of(z, y, 4), head(bias=bias))
+
+    def error(layer):
+        return ((layer(z) - onehot) ** 2).sum()
+
+    for seed in range(20):
+        nudged = head(bias=bias)
+        with torch.no_grad():
+            for mine, theirs in zip(nudged.parameters(), new.parameters(), strict=True):
+                mine.copy_(theirs + 1e-3 * torch.randn(theirs.shape, generator=generator(seed), dtype=torch.float64))
+        assert error(new) <= error(nudged)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("case", ["dead feature", "copied feature", "fewer examples than features"])
+def test_ffc_takes_the_least_norm_where_the_equations_are_singular(bias, case):
+    z, y = features(n=4 if case.startswith("fewer") else 300)
+    if case == "dead feature":
+        z[:, 2] = 0
+    if case == "copied feature":
+        z[:, 5] = z[:, 1]
+    new = fitted(ffc(), FeatureStats.of(z, y, 4, "pooled"), head(bias=bias))
+    onehot = (y[:, None] == torch.arange(4)).double()
+    middle = (z.mean(0), onehot.mean(0)) if bias else (0, 0)
+    reference = torch.linalg.lstsq(z - middle[0], onehot - middle[1], driver="gelsd").solution.T
+    assert new.weight.detach().numpy() == pytest.approx(reference.numpy(), abs=1e-7)
+    if case == "dead feature":
+        assert new.weight[:, 2].abs().max() < 1e-12
+
+
+def test_ffc_keeps_the_type_of_the_old_head():
+    z, y = features()
+    old = head(dtype=torch.float32)
+    before = old.weight.detach().clone()
+    new = fitted(ffc(), FeatureStats.of(z, y, 4), old)
+    assert new.weight.dtype == torch.float32
+    assert torch.equal(old.weight, before)
+
+
+# ---------------------------------------------------------------------------------------------- CCVR
+
+
+def test_virtual_features_have_the_moments_they_were_drawn_from():
+    z, y = features(400)
+    stats = FeatureStats.of(z, y, 4)
+    drawn, labels = virtual_features(stats, [200_000, 0, 200_000, 3], generator(0))
+    assert torch.bincount(labels, minlength=4).tolist() == [200_000, 0, 200_000, 3]
+    for label in (0, 2):
+        mine = drawn[labels == label]
+        spread = stats.covariance_of(label).diagonal().max().item()
+        assert mine.mean(0) == pytest.approx(stats.mean[label].numpy(), abs=0.02 * spread**0.5)
+        assert torch.cov(mine.T) == pytest.approx(stats.covariance_of(label).numpy(), abs=0.03 * spread)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 7, 50])
+def test_root_of_singular_and_regular_covariances(n):
+    z, _ = features(n, d=6)
+    covariance = torch.cov(z.T)
+    factor = root(covariance)
+    assert (factor @ factor.T) == pytest.approx(covariance.numpy(), abs=1e-9)
+    assert torch.isfinite(factor).all()
+    assert not root(torch.zeros(6, 6).double()).any()
+
+
+def slow_retrain(old, z, y, epochs, batch, sgd, draw):
+    """The obvious twin: torch's autograd and optimiser."""
+    import copy
+
+    layer = copy.deepcopy(old)
+    optimiser = torch.optim.SGD(layer.parameters(), lr=sgd.lr, momentum=sgd.momentum, weight_decay=sgd.weight_decay)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(z), generator=draw).split(batch):
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(layer(z[rows]), y[rows]).backward()
+            optimiser.step()
+    return layer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_retraining_equals_the_obvious_loop(bias):
+    z, y = features()
+    old, sgd = head(bias=bias), SGD(0.05, 0.9, 1e-2)
+    fast = retrain(old, z, y, 3, 64, sgd, generator(1))
+    slow = slow_retrain(old, z, y, 3, 64, sgd, generator(1))
+    for mine, theirs in zip(fast.parameters(), slow.parameters(), strict=True):
+        assert mine.detach().numpy() == pytest.approx(theirs.detach().numpy(), abs=1e-12)
+
+
+def test_ccvr_is_algorithm_1_then_retraining_from_the_old_head():
+    z, y = features()
+    stats, old = FeatureStats.of(z, y, 4), head()
+    new = fitted(ccvr(samples=100, epochs=2, lr=0.01, transform="identity"), stats, old)
+    draw = generator(0)
+    drawn = [
+        stats.mean[c] + torch.randn(100, 6, generator=draw, dtype=torch.float64) @ root(stats.covariance[c]).T
+        for c in range(4)
+    ]
+    twin = slow_retrain(
+        old, torch.cat(drawn), torch.arange(4).repeat_interleave(100), 2, 64, SGD(0.01, 0.9, 1e-5), draw
+    )
+    assert new.weight.detach().numpy() == pytest.approx(twin.weight.detach().numpy(), abs=1e-12)
+
+
+def test_ccvr_by_proportion_draws_in_the_proportions_of_the_data(monkeypatch):
+    seen = []
+    real = virtual_features
+    monkeypatch.setattr("unskew.heads.virtual_features", lambda s, n, g: seen.append(n) or real(s, n, g))
+    y = torch.repeat_interleave(torch.arange(4), torch.tensor([60, 30, 10, 0]))
+    z, _ = features(100)
+    stats = FeatureStats.of(z, y, 4)
+    fitted(ccvr(50, proportional=True, epochs=1, transform="identity"), stats, head())
+    fitted(ccvr(50, epochs=1, transform="identity"), stats, head())
+    assert seen == [[120, 60, 20, 0], [50, 50, 50, 0]]
+
+
+def test_ccvr_learns_to_tell_the_classes_apart():
+    z, y = features(600, mean=0.0)
+    z = z + 8 * torch.eye(6, dtype=torch.float64)[y]
+    stats = FeatureStats.of(z, y, 4)
+    old = head()
+    new = fitted(ccvr(samples=500, lr=0.01, transform="identity"), stats, old)
+    accuracy = [(layer(z).argmax(1) == y).double().mean().item() for layer in (old, new)]
+    assert accuracy[1] > max(0.9, accuracy[0])
+
+
+# ---------------------------------------------------------------------------------------------- models and transforms
+
+
+@pytest.mark.parametrize("transform", ["relu-tukey:0.5", "unit", "relu"])
+@pytest.mark.parametrize("make", [lambda t: ccvr(samples=20, epochs=1, transform=t), lambda t: ffc(1.0, transform=t)])
+def test_a_head_carries_the_transform_of_its_statistics(transform, make):
+    calibrator = make(transform)
+    data, model = toy_data(), toy_model()
+    inputs = list(batches(data, dtype=torch.float64))
+    stats = collect(model, inputs, 5, "class", transform)
+    calibrated = calibrate(model, stats, calibrator)
+    bare = calibrator(stats, model.classifier, torch.Generator().manual_seed(0))[-1]
+    z = model.eval().features(inputs[0][0])
+    expected = {
+        "relu-tukey:0.5": z.relu() ** 0.5,
+        "unit": z / z.norm(dim=1, keepdim=True).clamp(min=1e-12),
+        "relu": z.relu(),
+    }
+    assert torch.allclose(calibrated.eval()(inputs[0][0]), bare(expected[transform]))
+
+
+def test_a_transform_after_the_sampling_stands_before_the_head_too():
+    data, model = toy_data(), toy_model()
+    inputs = list(batches(data, dtype=torch.float64))
+    calibrated = calibrate(model, collect(model, inputs, 5), ccvr(samples=20, epochs=1, when="after"))
+    z = model.eval().features(inputs[0][0])
+    assert torch.allclose(calibrated.eval()(inputs[0][0]), calibrated.classifier[-1](z.relu() ** 0.5))
+
+
+def test_the_model_and_its_features_stay_as_they_are_and_heads_can_be_calibrated_again():
+    data, model = toy_data(), toy_model()
+    inputs = list(batches(data, dtype=torch.float64))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stats = collect(model, inputs, 5, "class", "relu-tukey:0.5")
+    once = calibrate(model, stats, ffc(0.1, "relu-tukey:0.5"))
+    twice = calibrate(once, stats, ffc(0.1, "relu-tukey:0.5"))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(once.state_dict()[n], v) for n, v in before.items() if n.startswith("features."))
+    assert torch.equal(once(inputs[0][0]), twice(inputs[0][0]))
+    assert isinstance(once.classifier[-1], nn.Linear)
+
+
+def test_oracle_is_retraining_on_the_real_features():
+    data, model = toy_data(), toy_model("batch").train()
+    inputs = list(batches(data, dtype=torch.float64))
+    made = oracle(model, inputs, generator(3), epochs=4, lr=0.05)
+    assert model.training
+    z = torch.cat([model.eval().features(x).detach() for x, _ in inputs])
+    twin = slow_retrain(model.classifier, z, data.y, 4, 64, SGD(0.05, 0.9, 1e-5), generator(3))
+    assert made.classifier.weight.detach().numpy() == pytest.approx(twin.weight.detach().numpy(), abs=1e-12)
+
+
+def test_what_can_not_be_calibrated_is_refused():
+    z, y = features()
+    stats = FeatureStats.of(z, y, 4)
+    with pytest.raises(UsageError, match="belong to another model"):
+        fitted(ffc(), stats, head(d=5))
+    with pytest.raises(UsageError, match="belong to another model"):
+        fitted(ffc(), stats, head(classes=3))
+    with pytest.raises(UsageError, match="no examples"):
+        fitted(ffc(), FeatureStats.of(z[:0], y[:0], 4), head())
+    with pytest.raises(UsageError, match="form class or diagonal"):
+        fitted(ccvr(transform="identity"), FeatureStats.of(z, y, 4, "pooled"), head())
+    with pytest.raises(UsageError, match="taken under 'identity': collect them with transform='relu-tukey:0.5'"):
+        fitted(ccvr(), stats, head())
+    with pytest.raises(UsageError, match="form class or pooled"):
+        fitted(ffc(), FeatureStats.of(z, y, 4, "diagonal"), head())
+    for bad in (
+        lambda: ffc(-1),
+        lambda: ffc(float("nan")),
+        lambda: ccvr(samples=0),
+        lambda: ccvr(transform="tukey"),
+        lambda: ccvr(when="now"),
+    ):
+        with pytest.raises(UsageError):
+            bad()
+
+
+def test_equal_generators_give_equal_heads():
+    z, y = features()
+    stats, old = FeatureStats.of(z, y, 4), head()
+    first, again, other = (
+        fitted(ccvr(50, epochs=1, transform="identity"), stats, old, seed).weight for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+# ---------------------------------------------------------------------------------------------- where others went wrong
+
+
+def two_clients():
+    """Ten classes, most of them absent from each client, some held once: (features, labels, owner)."""
+    draw = torch.Generator().manual_seed(5)
+    y = torch.cat([torch.tensor([0] * 15 + [1] * 9 + [2]), torch.tensor([0] * 3 + [3] * 12 + [2] * 4)])
+    z = torch.randn(len(y), 5, generator=draw, dtype=torch.float64) + 2 * y[:, None] + 1
+    return z, y, torch.tensor([0] * 25 + [1] * 19)
+
+
+def test_the_outer_product_of_means_is_a_matrix_not_a_scalar():
+    z, y, owner = two_clients()
+    mine, truth = z[y == 0], torch.cov(z[y == 0].T)
+    n, mean = len(mine), mine.mean(0)
+    wrong = (mine.T @ mine - n * (mean @ mean)) / (n - 1)  # the scalar, subtracted from the whole matrix
+    assert (wrong - truth).norm() / truth.norm() > 1
+    assert total(z, y, owner, 10).covariance_of(0) == pytest.approx(truth.numpy(), abs=1e-9)
+
+
+def test_features_of_one_class_do_not_leak_into_the_next():
+    z, y, owner = two_clients()
+    stats = total(z, y, owner, 10)
+    for label in (0, 1, 2, 3):
+        assert stats.mean[label] == pytest.approx(z[y == label].mean(0).numpy(), abs=1e-12)
+    assert not stats.first[4:].any()
+
+
+def test_divisors_of_client_and_server_agree():
+    """Biased client covariances weighted as unbiased ones are several per cent too small; sums have no divisor."""
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(3000, 5, generator=draw, dtype=torch.float64) + torch.arange(5)
+    y, owner = torch.zeros(3000, dtype=torch.int64), torch.arange(3000) // 15
+    parts = [z[owner == k] for k in range(200)]
+    mean = z.mean(0)
+    between = sum(15 / 2999 * torch.outer(p.mean(0), p.mean(0)) for p in parts) - 3000 / 2999 * torch.outer(mean, mean)
+    peers = sum(14 / 2999 * torch.cov(p.T, correction=0) for p in parts) + between
+    truth = torch.cov(z.T)
+    assert (peers - truth).norm() / truth.norm() > 0.03
+    assert total(z, y, owner, 1).covariance_of(0) == pytest.approx(truth.numpy(), abs=1e-9)
+
+
+def test_equation_4_from_client_means_and_covariances_gives_the_same():
+    z, y, owner = two_clients()
+    stats = total(z, y, owner, 10)
+    mine = [z[(y == 0) & (owner == k)] for k in (0, 1)]
+    n = sum(map(len, mine))
+    mean = sum(len(p) / n * p.mean(0) for p in mine)
+    merged = sum(
+        (len(p) - 1) / (n - 1) * torch.cov(p.T) + len(p) / (n - 1) * torch.outer(p.mean(0), p.mean(0)) for p in mine
+    )
+    merged = merged - n / (n - 1) * torch.outer(mean, mean)
+    assert stats.covariance_of(0) == pytest.approx(merged.numpy(), abs=1e-9)
+
+
+def test_off_diagonals_are_kept_and_variances_are_variances():
+    z, y, owner = two_clients()
+    z[:, 1] = 3 * z[:, 0]
+    covariance = total(z, y, owner, 10).covariance_of(1)
+    assert covariance[0, 1] == pytest.approx(3 * covariance[0, 0].item())
+    assert covariance[0, 0] == pytest.approx(z[y == 1][:, 0].var().item())
+
+
+def test_client_means_are_weighted_by_examples():
+    z, y, owner = two_clients()
+    unweighted = (z[(y == 0) & (owner == 0)].mean(0) + z[(y == 0) & (owner == 1)].mean(0)) / 2
+    assert (total(z, y, owner, 10).mean[0] - unweighted).norm() > 0.1
+    assert total(z, y, owner, 10).mean[0] == pytest.approx(z[y == 0].mean(0).numpy(), abs=1e-12)
+
+
+def test_features_come_from_eval_mode():
+    model = toy_model("batch")
+    model.features.append(nn.Dropout(0.5))
+    data = toy_data()
+    first, second = (collect(model.train(), batches(data, dtype=torch.float64), 5) for _ in range(2))
+    assert torch.equal(first.second, second.second)  # dropout would differ
+    assert int(model.features[1].num_batches_tracked) == 0  # batch norm was not trained
+
+
+def test_a_class_that_a_client_holds_once_counts():
+    z, y, owner = two_clients()
+    assert int(((y == 2) & (owner == 0)).sum()) == 1
+    stats = total(z, y, owner, 10)
+    assert stats.count[2] == 5
+    assert stats.covariance_of(2) == pytest.approx(torch.cov(z[y == 2].T).numpy(), abs=1e-9)
+
+
+def test_clients_have_no_ids_in_a_sum_and_one_total_is_held():
+    """Addition is all there is: any order and any number of clients, and the total is as large as one client's."""
+    z, y, owner = two_clients()
+    parts = [FeatureStats.of(z[owner == k], y[owner == k], 10) for k in (1, 0)]
+    assert (parts[0] + parts[1]).nbytes == parts[0].nbytes
+    assert (parts[0] + parts[1]).second == pytest.approx((parts[1] + parts[0]).second.numpy())
+
+
+def test_singular_covariances_are_sampled_in_float32_models_too():
+    z, y, owner = two_clients()
+    z = torch.cat([z, z[:, :3]], 1).float()  # copied features: every class covariance is singular
+    stats = total(z, y, owner, 10)
+    new = fitted(ccvr(30, epochs=1, transform="identity"), stats, head(8, 10, dtype=torch.float32))
+    assert torch.isfinite(new.weight).all()
+
+
+def test_tukey_of_negative_features_is_no_nan():
+    z, y, owner = two_clients()
+    stats = total(z - 10, y, owner, 10, transform="relu-tukey:0.5")
+    assert all(torch.isfinite(part).all() for part in stats.moments)
+    model = Split(nn.Identity(), head(5, 10))
+    calibrated = calibrate(model, stats, ccvr(samples=20, epochs=1))
+    assert torch.isfinite(calibrated(z - 10)).all()
+
+
+def test_tukey_is_applied_before_the_moments_and_at_inference():
+    z, y, owner = two_clients()
+    stats = total(z, y, owner, 10, transform="relu-tukey:0.5")
+    assert stats.mean[0] == pytest.approx((z[y == 0].relu() ** 0.5).mean(0).numpy(), abs=1e-12)
+    calibrated = calibrate(Split(nn.Identity(), head(5, 10)), stats, ccvr(samples=20, epochs=1))
+    assert torch.allclose(calibrated(z), calibrated.classifier[-1](z.relu() ** 0.5))

@@ -1,0 +1,183 @@
+"""Moments are exact however the data are split, and refuse what does not belong together."""
+
+import functools
+import operator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from conftest import toy_data, toy_model
+from unskew.errors import DataError, UsageError
+from unskew.evaluate import batches
+from unskew.models import Split
+from unskew.statistics import FORMS, FeatureStats, collect, pack, unpack, weights_digest
+
+
+def features(n=300, d=6, classes=4, mean=3.0, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    mix = torch.randn(d, d, generator=draw, dtype=torch.float64)
+    z = torch.randn(n, d, generator=draw, dtype=torch.float64) @ mix + mean
+    return z, torch.randint(0, classes, (n,), generator=draw)
+
+
+def total(z, y, owner, classes, **options):
+    parts = [FeatureStats.of(z[owner == k], y[owner == k], classes, **options) for k in range(int(owner.max()) + 1)]
+    return functools.reduce(operator.add, parts)
+
+
+def exact(z):
+    """torch's covariance, and zero where it would be NaN."""
+    return torch.cov(z.T).reshape(z.shape[1], -1) if len(z) > 1 else torch.zeros(z.shape[1], z.shape[1]).double()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    n=st.integers(1, 60), d=st.integers(1, 8), classes=st.integers(1, 6), clients=st.integers(1, 20),
+    mean=st.sampled_from([0.0, 3.0, 200.0]), seed=st.integers(0, 10_000),
+)  # fmt: skip
+def test_moments_do_not_depend_on_the_split(n, d, classes, clients, mean, seed):
+    """Few examples over many clients and classes: absent classes, n_ck = 1 and n_c < d occur all the time."""
+    z, y = features(n, d, classes, mean, seed)
+    owner = torch.randint(0, clients, (n,), generator=torch.Generator().manual_seed(seed + 1))
+    stats = total(z, y, owner, classes)
+    for label in range(classes):
+        mine = z[y == label]
+        assert stats.count[label] == len(mine)
+        if len(mine):
+            assert stats.mean[label] == pytest.approx(mine.mean(0).numpy(), abs=1e-9)
+        assert stats.covariance_of(label) == pytest.approx(exact(mine).numpy(), abs=1e-9)
+    assert stats.gram == pytest.approx((z.T @ z).numpy(), rel=1e-12, abs=1e-9)
+    onehot = (y[:, None] == torch.arange(classes)).double()
+    assert stats.cross == pytest.approx((z.T @ onehot).numpy(), rel=1e-12, abs=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [[0, 5, 1], [1, 1, 1], [2, 0, 0]])
+def test_classes_with_few_examples_have_zero_covariance_and_never_nan(sizes):
+    y = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))
+    z, _ = features(len(y), d=8)
+    stats = FeatureStats.of(z, y, 3)
+    assert torch.isfinite(stats.covariance).all()
+    assert torch.isfinite(stats.mean).all()
+    for label, size in enumerate(sizes):
+        assert stats.covariance_of(label).any() == (size > 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("transform", ["identity", "unit", "relu-tukey:0.5"])
+def test_every_form_is_additive_and_is_the_reduced_class_form(form, transform):
+    z, y = features()
+    owner = torch.randint(0, 7, (300,), generator=torch.Generator().manual_seed(1))
+    split = total(z, y, owner, 4, form=form, transform=transform)
+    whole = FeatureStats.of(z, y, 4, "class", transform).reduced(form)
+    assert split.form == form
+    for mine, theirs in zip(split.moments, whole.moments, strict=True):
+        assert mine == pytest.approx(theirs.numpy(), abs=1e-9)
+    assert split.nbytes == 8 * (4 + 4 * 6 + {"class": 4 * 21, "pooled": 21, "diagonal": 24, "none": 0}[form])
+
+
+def test_diagonal_form_gives_the_variances():
+    z, y = features()
+    stats = FeatureStats.of(z, y, 4, "diagonal")
+    for label in range(4):
+        assert stats.covariance_of(label).diagonal() == pytest.approx(z[y == label].var(0).numpy(), abs=1e-9)
+
+
+def test_a_form_refuses_what_it_does_not_hold():
+    z, y = features()
+    with pytest.raises(UsageError, match="needs statistics of form class or pooled"):
+        _ = FeatureStats.of(z, y, 4, "diagonal").gram
+    with pytest.raises(UsageError, match="a class covariance needs"):
+        FeatureStats.of(z, y, 4, "pooled").covariance_of(0)
+    with pytest.raises(UsageError, match="can't be derived"):
+        FeatureStats.of(z, y, 4, "pooled").reduced("class")
+    with pytest.raises(UsageError, match="form is 'full'"):
+        FeatureStats.of(z, y, 4, "full")
+
+
+def test_packing_is_exact():
+    matrix = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = matrix + matrix.T
+    assert pack(matrix).shape == (28,)
+    assert torch.equal(unpack(pack(matrix), 7), matrix)
+
+
+def test_what_does_not_belong_together_is_not_added():
+    z, y = features()
+    base = FeatureStats.of(z, y, 4)
+    others = {
+        "classes": FeatureStats.of(z, y, 5),
+        "dimension": FeatureStats.of(z[:, :5], y, 4),
+        "form": FeatureStats.of(z, y, 4, "pooled"),
+        "transform": FeatureStats.of(z, y, 4, transform="unit"),
+    }
+    for name, other in others.items():
+        with pytest.raises(DataError, match=f"different {name}"):
+            _ = base + other
+    model, other_model = toy_model(seed=0), toy_model(seed=1)
+    inputs = list(batches(toy_data(), dtype=torch.float64))
+    with pytest.raises(DataError, match="different weights"):
+        _ = collect(model, inputs, 5) + collect(other_model, inputs, 5)
+
+
+def test_features_and_labels_are_checked():
+    z, y = features()
+    with pytest.raises(DataError, match="NaN"):
+        FeatureStats.of(torch.full((2, 3), float("nan")), torch.tensor([0, 1]), 2)
+    with pytest.raises(DataError, match=r"0\.\.2"):
+        FeatureStats.of(z, y, 3)
+    with pytest.raises(DataError, match="labels"):
+        FeatureStats.of(z, y[:-1], 4)
+    with pytest.raises(UsageError, match="unknown transform"):
+        FeatureStats.of(z, y, 4, transform="log")
+    with pytest.raises(DataError, match="float64"):
+        FeatureStats(torch.zeros(4), torch.zeros(4, 6), torch.zeros(4, 21))
+    with pytest.raises(DataError, match="second has shape"):
+        FeatureStats(torch.zeros(4).double(), torch.zeros(4, 6).double(), torch.zeros(4, 20).double())
+
+
+def test_collect_streams_in_eval_mode_and_restores_every_mode():
+    model = toy_model("batch").train()
+    model.features.append(nn.Dropout(0.5))
+    model.features[1].eval()  # a part that was frozen by its user
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    data = toy_data()
+    stats = [collect(model, batches(data, size=size, dtype=torch.float64), 5) for size in (7, 60)]
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert stats[0].second == pytest.approx(stats[1].second.numpy(), abs=1e-9)
+    z = torch.cat([model.eval().features(x).detach() for x, _ in batches(data, dtype=torch.float64)])
+    assert stats[0].first.sum(0) == pytest.approx(z.sum(0).numpy(), abs=1e-9)
+
+
+def test_collect_restores_modes_when_the_model_fails():
+    model = toy_model().train()
+    with pytest.raises(RuntimeError):
+        collect(model, [(torch.zeros(1, 2, 3), torch.zeros(1, dtype=torch.int64))], 5)
+    assert all(module.training for module in model.modules())
+
+
+def test_collect_knows_where_its_statistics_come_from():
+    data, model = toy_data(), toy_model()
+    origin = collect(model, batches(data, dtype=torch.float64), 5).origin
+    assert (origin.layer, origin.input_shape, origin.input_dtype) == ("classifier", (1, 8, 8), "float64")
+    assert origin.weights == weights_digest(model)
+    recalibrated = Split(model.features, nn.Linear(8, 5).double())
+    assert weights_digest(recalibrated) == weights_digest(model)  # the classifier does not make features
+    empty = collect(model, [], 5)
+    assert empty.count.sum() == 0
+    whole = collect(model, batches(data, dtype=torch.float64), 5)
+    assert torch.equal((whole + empty).first, whole.first)
+
+
+def test_float32_features_are_summed_in_float64():
+    """In float32 a mean of 200 would leave 7e-4 of the covariance; the sums keep it to the features' own rounding."""
+    z, y = features(2000, mean=200.0)
+    z = z.float()
+    stats = FeatureStats.of(z, y, 4)
+    for label in range(4):
+        reference = np.cov(z[y == label].double().numpy().T)
+        assert stats.covariance_of(label) == pytest.approx(reference, rel=1e-8, abs=1e-8)
