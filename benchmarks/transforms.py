@@ -1,8 +1,9 @@
 """When should ReLU and Tukey's power act, before the moments or after the sampling, and does it help FFC?
 
-CCVR says only "before classifier re-training". This trains FedAvg as the paper does (its CNN, crops and flips, 10 clients, plain
-Dirichlet cuts), then makes every calibration of the same trained model, over several alphas and cuts, and prints mean and standard
-deviation over the cuts. Runs go on side by side, one process each, and resume where they stopped.
+CCVR says only "before classifier re-training". This trains FedAvg as the paper does (its CNN, crops and flips, 10
+clients, plain Dirichlet cuts), then makes every calibration of the same trained model, over several alphas and cuts,
+and prints mean and standard deviation over the cuts. Runs go on side by side, one process each, and resume where they
+stopped.
 
     python benchmarks/transforms.py --data cifar10 --alphas 0.5,0.1,0.05 --cuts 3 --rounds 20 --epochs 5
 """
@@ -17,7 +18,7 @@ from unskew.experiments import Experiment
 
 HEADS = (
     "ccvr:when=before", "ccvr:when=after", "ccvr:transform=identity", "ccvr:transform=identity:samples=100", "ffc",
-    "ffc:transform=relu-tukey:0.5", "ffc:transform=unit", "oracle", "oracle:transform=relu-tukey:0.5",
+    "ffc:transform=relu-tukey:0.5", "ffc:transform=unit", "oracle:epochs=10",
 )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def go(job):
     from unskew.experiments.runner import run
 
     args, experiment = job
-    return [record for record in run(experiment, place(args, experiment), resume=True)]
+    return list(run(experiment, place(args, experiment), resume=True))
 
 
 def main():
@@ -62,8 +63,8 @@ def main():
     with context.Pool(args.processes) as pool:
         done = pool.map(go, jobs, chunksize=1)
     start = done[0][0]
-    print(f"{start['hardware']}, {json.dumps(start['versions'])}, {args.data}, {args.rounds} rounds of {args.epochs} epochs, "
-          f"{args.cuts} cuts; slowest run {max(records[-1]['seconds'] for records in done):.0f} s")  # fmt: skip
+    print(f"{start['hardware']}, {json.dumps(start['versions'])}, {args.data}, {args.rounds} rounds of {args.epochs} "
+          f"epochs, {args.cuts} cuts; slowest run {max(records[-1]['seconds'] for records in done):.0f} s")  # fmt: skip
     alphas = list(dict.fromkeys(experiment.alpha for _, experiment in jobs))
     print("| head | " + " | ".join(f"alpha {alpha}" for alpha in alphas) + " |")
     print("|---|" + "---|" * len(alphas))

@@ -1,7 +1,8 @@
 """Methods for the tests: those of the package, and odd ones that use every part of `Algorithm`.
 
 The odd ones are sketches of methods to come (control variates, a contrastive penalty, heads that stay at home, parts
-that learn in turns). They are here to show that the interface is fit for its purpose: that the engines agree on all of it.
+that learn in turns). They are here to show that the interface is fit for its purpose: that the engines agree on all
+of it.
 """
 
 from dataclasses import replace

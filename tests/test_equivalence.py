@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from methods import ODD, PRODUCT
 
 from conftest import toy_model
+from methods import ODD, PRODUCT
 from unskew.engine import batched, sequential
 from unskew.simulate import train
 

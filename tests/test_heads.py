@@ -246,6 +246,10 @@ def test_what_can_not_be_calibrated_is_refused():
         lambda: ccvr(samples=0),
         lambda: ccvr(transform="tukey"),
         lambda: ccvr(when="now"),
+        lambda: ccvr(lr=-1),
+        lambda: ccvr(momentum=1.0),
+        lambda: ccvr(epochs=0),
+        lambda: oracle(toy_model(), [], generator(0), weight_decay=float("nan")),
     ):
         with pytest.raises(UsageError):
             bad()

@@ -29,8 +29,8 @@ def cuts(clients, alpha, min_size, per_client):
 @pytest.mark.parametrize("name", cuts(1, 1.0, 1, 1))
 @settings(deadline=None, max_examples=25)
 @given(
-    n=st.integers(60, 300), number=st.integers(1, 6), clients=st.integers(1, 10), alpha=st.sampled_from([0.3, 1.0, 100.0]),
-    min_size=st.integers(1, 3), per_client=st.integers(1, 3), seed=st.integers(0, 1000),
+    n=st.integers(60, 300), number=st.integers(1, 6), clients=st.integers(1, 10),
+    alpha=st.sampled_from([0.3, 1.0, 100.0]), min_size=st.integers(1, 3), per_client=st.integers(1, 3), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_every_example_once_and_none_too_small(name, n, number, clients, alpha, min_size, per_client, seed):
     labels = labels_of(n, number, seed)

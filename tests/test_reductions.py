@@ -6,10 +6,10 @@ import operator
 import numpy as np
 import pytest
 import torch
-from methods import ODD, PRODUCT
 from sklearn.linear_model import Ridge
 
 from conftest import toy_data, toy_model
+from methods import ODD, PRODUCT
 from test_equivalence import gap
 from unskew.algorithms import fedavg, fedprox, proximal, server
 from unskew.engine import batched, plan, sequential

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from methods import ODD, PRODUCT
 
 from conftest import toy_data, toy_model
+from methods import ODD, PRODUCT
 from test_equivalence import gap
 from unskew.algorithms import fedavg, fedavgm, fedprox, server
 from unskew.engine import batched, sequential
@@ -114,7 +114,6 @@ def test_two_servers_with_names_of_their_own_both_act(ragged):
     once = server(fedavg(), momentum(0.3))
     twice = server(once, momentum(0.0), name="outer")
     both = server(once, momentum(0.3), name="outer")
-    assert {k: v for k, v in last(twice).params.items()}.keys() == last(once).params.keys()
     assert max((last(twice).params[k] - v).abs().max() for k, v in last(once).params.items()) < 1e-12
     assert max((last(both).params[k] - v).abs().max() for k, v in last(once).params.items()) > 1e-4
 

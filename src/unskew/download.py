@@ -149,4 +149,5 @@ def bar(description: str) -> Iterator[Progress]:
     try:
         yield progress
     finally:
-        display.stop()
+        if display.live.is_started:
+            display.stop()

@@ -25,12 +25,12 @@ class Scores:
     @property
     def accuracy(self) -> float:
         """The share of examples that are classified rightly."""
-        return (self.confusion.diagonal().sum() / self.confusion.sum().clamp(min=1)).item()
+        return (self.confusion.diagonal().sum().double() / self.confusion.sum().clamp(min=1)).item()
 
     @property
     def per_class(self) -> list[float]:
         """The same for the examples of each class; NaN for a class without examples."""
-        return (self.confusion.diagonal() / self.confusion.sum(1)).tolist()
+        return (self.confusion.diagonal().double() / self.confusion.sum(1)).tolist()
 
     @property
     def worst_class(self) -> float:

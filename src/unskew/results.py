@@ -2,7 +2,7 @@
 
 Every file is written to a temporary name beside its place and renamed: a reader sees the old file or the new one,
 never a half, and a disk that fills up leaves the old one. A run's history is a file of json lines, one record a line,
-appended to as the run goes.
+appended to as the run goes; a line that was cut off counts as not written.
 """
 
 from __future__ import annotations
@@ -30,16 +30,23 @@ def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path`, and rename it to `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _naming(path):
+        try:
+            yield temporary
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in the system's errors: those of a full disk come without a name."""
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        yield temporary
-        temporary.chmod(mode)  # some writers make files that others can't read
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"can't be written ({error.strerror or error})", str(path)) from error
 
 
 def write_text(path: Path, text: str) -> None:
@@ -50,14 +57,12 @@ def write_text(path: Path, text: str) -> None:
 
 def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Replace a safetensors file."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
+    # Not save_file: it reports a full disk as an error of its own, and its files can't be read by others.
+    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}, metadata)
     with replacing(path) as temporary:
-        save_file(
-            {name: value.detach().cpu().contiguous().clone() for name, value in tree.items()},
-            temporary,
-            metadata,
-        )
+        temporary.write_bytes(content)
 
 
 def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:
@@ -73,6 +78,30 @@ def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:
         raise DataError(f"{path}: not a readable safetensors file, or cut short ({error})") from None
 
 
+def save_sealed(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Replace a safetensors file by one that carries a seal: see `load_sealed`."""
+    save_tree(path, tree, {**metadata, "seal": seal(tree, metadata)})
+
+
+def load_sealed(path: Path) -> tuple[Tree, dict[str, str]]:
+    """What `save_sealed` wrote, or a refusal if any bit of it is another one now: safetensors itself checks none."""
+    tree, metadata = load_tree(path)
+    if metadata.pop("seal", None) != seal(tree, metadata):
+        raise DataError(f"{path}: damaged, or not written by a run: its contents do not fit its seal")
+    return tree, metadata
+
+
+def seal(tree: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 over the metadata and the tensors' names, types, shapes and bytes."""
+    import torch
+
+    hashed = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, value in sorted(tree.items()):
+        hashed.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
 def digest(value: Any) -> str:
     """A short content hash of plain values: equal for equal contents, whatever the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -80,8 +109,10 @@ def digest(value: Any) -> str:
 
 def appended(path: Path, record: Record) -> Record:
     """Add a record to a history, and return it."""
-    with path.open("a", encoding="utf-8") as file:
+    with _naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # a checkpoint must not reach the disk before the record of its round
     return record
 
 
@@ -92,8 +123,11 @@ def rewrite(path: Path, records: list[Record]) -> None:
 
 def read(path: Path) -> list[Record]:
     """The records of a history; a last line that was cut off by a kill is left out."""
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    *lines, _ = path.read_bytes().split(b"\n")
     try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as error:
+        records = [json.loads(line) for line in lines]
+    except ValueError as error:
         raise DataError(f"{path}: a line is not a record ({error}); the file is damaged") from None
+    if not all(isinstance(record, dict) and "kind" in record for record in records):
+        raise DataError(f"{path}: a line is not a record of a run; the file is damaged")
+    return records

@@ -12,7 +12,6 @@ The second moment comes in four forms, a ladder of bandwidth: "class" (a matrix 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from unskew.errors import DataError, UsageError
 from unskew.models import Split, evaluating
+from unskew.results import seal
 from unskew.transforms import Transform
 
 FORMS = ("class", "pooled", "diagonal", "none")
@@ -266,9 +266,5 @@ def collect(
 
 def weights_digest(model: Split) -> str:
     """A digest of the weights that make the features: equal for equal weights, whatever the classifier."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.features.state_dict().items()):
-        if not name.endswith("num_batches_tracked"):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    weights = model.features.state_dict()
+    return seal({name: value for name, value in weights.items() if not name.endswith("num_batches_tracked")}, {})

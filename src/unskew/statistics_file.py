@@ -10,7 +10,6 @@ covers header and payload, so that a file with any bit changed is refused. Nothi
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from unskew import __version__
 from unskew.errors import DataError, UnskewError, UsageError
-from unskew.results import load_tree, save_tree
+from unskew.results import load_tree, save_tree, seal
 from unskew.statistics import FORMS, FeatureStats, Origin, pack
 from unskew.tree import Tree
 
@@ -55,7 +54,7 @@ def save(stats: FeatureStats, path: Path, precision: str = "float64") -> None:
     if not all(torch.isfinite(value).all() for value in payload.values()):
         raise DataError(f"{path}: values are too large for precision {precision!r}: use float64")
     metadata = {name: json.dumps(value) for name, value in header.items()}
-    save_tree(path, payload, {**metadata, "digest": _digest(metadata, payload)})
+    save_tree(path, payload, {**metadata, "digest": seal(payload, metadata)})
 
 
 def load(path: Path) -> FeatureStats:
@@ -64,7 +63,7 @@ def load(path: Path) -> FeatureStats:
     given = metadata.pop("digest", None)
     if given is None:
         raise DataError(f"{path}: not a statistics file (its header has no digest): write it with FeatureStats.save")
-    if given != _digest(metadata, payload):
+    if given != seal(payload, metadata):
         raise DataError(f"{path}: digest does not fit the contents; the file was damaged or changed: ask for it again")
     try:
         header = {name: json.loads(value) for name, value in metadata.items()}
@@ -165,13 +164,3 @@ def _second_of_means(count: Tensor, mean: Tensor, form: str) -> Tensor:
     if form == "pooled":
         return pack((mean * count[:, None]).T @ mean)
     return torch.stack([pack(n * torch.outer(m, m)) for n, m in zip(count, mean, strict=True)])
-
-
-def _digest(metadata: dict[str, str], payload: Tree) -> str:
-    """SHA-256 over the header's fields and the tensors' names, types, shapes and bytes."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name in sorted(payload):
-        value = payload[name].detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -1,0 +1,380 @@
+"""The command line: `unskew run`, `demo`, `list`, `partition`.
+
+Options of `run` are made from the fields of `Experiment`, so that they, TOML files and records on disk can't differ.
+Exit codes: 0 done, 1 failed (or stopped by Ctrl-C, with the way to go on), 2 wrong use. Torch is imported by the
+commands, not here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from unskew import __version__
+from unskew.errors import UnskewError, UsageError, lookup
+from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
+from unskew.results import Record
+
+DEMO = Experiment(norm="none", rounds=10, epochs=5, batch=32)  # small enough for a minute, skewed enough to suffer
+CUT = ["data", "labels", "image_size", "clients", "partition", "alpha", "min_size", "balance", "per_client", "cut_seed"]
+PATH = click.Path(path_type=Path)
+
+
+@click.group(context_settings={"max_content_width": 120})
+@click.version_option(__version__, message="unskew %(version)s")
+def app() -> None:
+    """Federated classifiers that stay accurate when clients' data differ."""
+
+
+def main() -> None:
+    """Run the command line and turn refusals into a message and an exit code."""
+    try:
+        code = app(prog_name="unskew", standalone_mode=False)
+    except click.exceptions.Exit as stop:
+        code = stop.exit_code
+    except click.exceptions.NoArgsIsHelpError as refusal:
+        refusal.show()
+        code = refusal.exit_code
+    except click.ClickException as refusal:
+        code = _failed(refusal.format_message(), refusal.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        code = _failed("stopped")
+    except UsageError as error:
+        code = _failed(_told(error), 2)
+    except BrokenPipeError:  # nobody reads on, as in `unskew run --json | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except (UnskewError, ArithmeticError, OSError) as error:
+        code = _failed(_told(error))
+    except (MemoryError, RuntimeError) as error:
+        if not re.search("out of memory|can't allocate memory", str(error), re.IGNORECASE):
+            raise
+        code = _failed("out of memory: try --engine sequential, a smaller --batch or a smaller --model")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _told(error: BaseException) -> str:
+    """An error in one line, with the file of a system's error first, and where in the training it happened."""
+    plain = isinstance(error, OSError) and error.filename and error.strerror
+    text = f"{error.filename}: {error.strerror}" if plain else str(error)  # type: ignore[attr-defined]
+    return ", ".join([text, *getattr(error, "__notes__", [])])
+
+
+def _failed(message: str, code: int = 1) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _show(thing: str | Table = "") -> None:
+    """Print for people; brackets and colons in names mean nothing special. A pipe gets its lines whole."""
+    seen = sys.stdout.isatty()
+    console = Console(highlight=False, markup=False, emoji=False, width=None if seen else 160)
+    console.print(thing, soft_wrap=isinstance(thing, str) and not seen)
+
+
+# ---------------------------------------------------------------------------------------------- run
+
+
+def _options_of(names: list[str]) -> Callable[[click.Command], click.Command]:
+    """Give a command an option for each of these fields of `Experiment`."""
+    kinds, described = types_of_fields(), {item.name: item for item in fields(Experiment)}
+
+    def extended(command: click.Command) -> click.Command:
+        for name in names:
+            kind, optional = kinds[name]
+            flag = name.replace("_", "-")
+            flags = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+            default, about = described[name].default, described[name].metadata["help"]
+            shown = "none" if optional else True
+            command.params.append(click.Option([flags], type=kind, default=default, show_default=shown, help=about))
+        return command
+
+    return extended
+
+
+def _given(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given on the command line, not those left at their defaults."""
+    source = click.core.ParameterSource.DEFAULT
+    return {name: value for name, value in options.items() if context.get_parameter_source(name) is not source}
+
+
+@_options_of([item.name for item in fields(Experiment)])
+@app.command()
+@click.argument("config", required=False, type=PATH)
+@click.option("--out", type=PATH, show_default="runs/DATA-METHOD-DIGEST", help="folder of the run")
+@click.option("--resume", is_flag=True, help="go on with a run that stopped; --out alone is enough")
+@click.option("--json", "as_json", is_flag=True, help="print the records as json lines, nothing else")
+@click.pass_context
+def run(
+    context: click.Context, /, config: Path | None, out: Path | None, resume: bool, as_json: bool, **options: Any
+) -> None:
+    """Train a federation, calibrate its model, keep all in a folder.
+
+    CONFIG is a TOML file of these options; those that are given here win over it.
+    """
+    from unskew.experiments.folder import holds_run, stored
+
+    given = {**(read_toml(config) if config else {}), **_given(context, options)}
+    if resume and out and holds_run(out):
+        experiment = replace(stored(out), **given)
+    elif resume and out and not given:
+        raise UsageError(f"{out} holds no run that could go on: leave out --resume, or give its options too")
+    else:
+        experiment = Experiment(**given)
+    out = out or Path("runs") / _name(experiment)
+    records = _followed(experiment, out, resume, as_json)
+    if not as_json:
+        _report(records, out)
+
+
+def _name(experiment: Experiment) -> str:
+    """A folder's name for an experiment, of its own."""
+    method = "central" if experiment.central else experiment.method.replace(":", "-")
+    return f"{Path(experiment.data).stem}-{method}-{experiment.digest[:8]}"
+
+
+def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) -> list[Record]:
+    """Run an experiment, showing how it goes, and plot it; if it is stopped or can't write, say how to go on."""
+    from unskew.download import bar
+    from unskew.experiments.folder import holds_run
+    from unskew.experiments.runner import run
+    from unskew.plots import run_plots
+
+    records: list[Record] = []
+    try:
+        with bar(f"downloading {experiment.data}") as progress:
+            running = run(experiment, out, resume, progress)
+            records.extend(map(_printed, running) if as_json else _watched(running, experiment.rounds))
+        run_plots(records, out)
+    except (KeyboardInterrupt, OSError) as error:
+        if isinstance(error, BrokenPipeError) or not holds_run(out):
+            raise
+        done = max((record.get("round", 0) for record in records), default=0)
+        reason = "" if isinstance(error, KeyboardInterrupt) else f"{_told(error)}; "
+        remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}"
+        raise click.exceptions.Exit(
+            _failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}")
+        ) from None
+    return records
+
+
+def _printed(record: Record) -> Record:
+    print(json.dumps(record), flush=True)
+    return record
+
+
+def _watched(records: Iterator[Record], rounds: int) -> Iterator[Record]:
+    """Pass the records on, with a bar that moves each round."""
+    text = TextColumn("{task.description}"), TextColumn("{task.fields[now]}")
+    columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text[1])
+    with contextlib.ExitStack() as shown:
+        for record in records:
+            if record["kind"] == "start":  # not earlier: a refusal stands alone
+                progress = shown.enter_context(Progress(*columns, console=Console(stderr=True)))
+                task = progress.add_task("training", total=rounds, now="")
+            elif record["kind"] == "round":
+                accuracy = f", accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
+                progress.update(task, completed=record["round"], now=f"loss {record['loss']:.3f}{accuracy}")
+            elif record["kind"] == "calibration":
+                progress.update(task, description=f"calibrated: {record['name']}")
+            yield record
+
+
+# ---------------------------------------------------------------------------------------------- what a run has given
+
+
+def _report(records: list[Record], out: Path) -> None:
+    """The table and the sentence of a finished run, and what lies in its folder."""
+    made = [record for record in records if record["kind"] == "calibration"]
+    table = _table("calibration", "accuracy (%)", "worst class (%)", "each client\nsends", "seconds")
+    for record in made:
+        sent = record["bytes_per_client"]
+        table.add_row(
+            record["name"],
+            *(_change(made[0][key], record[key], record is made[0]) for key in ("accuracy", "worst_class")),
+            "its features" if sent is None else _size(sent),
+            f"{record['seconds']:.1f}",
+        )
+    _show(table)
+    _show(_sentence(records[0]["experiment"], made))
+    _show(f"Written to {out}: records, models, plots")
+
+
+def _table(first: str, *columns: str, title: str | None = None) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _change(before: float, after: float, first: bool) -> str:
+    """Before and after, and the difference."""
+    return f"{100 * before:.1f}" if first else f"{100 * before:.1f} → {100 * after:.1f} ({100 * (after - before):+.1f})"
+
+
+def _sentence(experiment: Record, made: list[Record]) -> str:
+    """What happened, in one sentence."""
+    where = f"{experiment['method']} over {experiment['clients']} clients"
+    before = made[0]
+    text = (
+        f"{'Central training' if experiment['central'] else where} reached {100 * before['accuracy']:.1f} % "
+        f"(worst class {100 * before['worst_class']:.1f} %)"
+    )
+    real = [record for record in made[1:] if record["bytes_per_client"] is not None]
+    if not real:
+        return text + "."
+    best = max(real, key=lambda record: record["accuracy"])
+    change = 100 * (best["accuracy"] - before["accuracy"])
+    if change <= 0:
+        return text + "; no calibration improved on that."
+    return (
+        f"{text}; {best['name']} lifted it by {change:.1f} points to {100 * best['accuracy']:.1f} % "
+        f"(worst class {100 * best['worst_class']:.1f} %), "
+        f"for {_size(best['bytes_per_client'])} that each client sent once."
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count:,} B" if count < 10_000 else f"{count / 1e3:,.1f} kB" if count < 10e6 else f"{count / 1e6:,.1f} MB"
+
+
+# ---------------------------------------------------------------------------------------------- demo
+
+
+@app.command()
+@click.option("--seed", default=0, show_default=True, help="seed of the training and of the cut")
+@click.option("--seeds", default=1, type=click.IntRange(1), show_default=True,
+              help="run this many seeds, each in OUT-seed-N, and print mean and spread")  # fmt: skip
+@click.option("--out", default="runs/demo", type=PATH, show_default=True,
+              help="folder of the demo; an earlier demo there is replaced")  # fmt: skip
+def demo(seed: int, seeds: int, out: Path) -> None:
+    """Train on digits, cut unevenly, and calibrate: in a minute.
+
+    The digits are part of scikit-learn; 10 clients hold them, each mostly a few classes.
+    """
+    every = []
+    for number in range(seed, seed + seeds):
+        folder = out if seeds == 1 else out.with_name(f"{out.name}-seed-{number}")
+        _remove_demo(folder)
+        records = _followed(replace(DEMO, seed=number, cut_seed=number), folder, False, False)
+        every.append([record for record in records if record["kind"] == "calibration"])
+        _report(records, folder)
+    if seeds > 1:
+        _summary(every)
+
+
+def _remove_demo(folder: Path) -> None:
+    """Remove an earlier demo, and nothing else."""
+    from unskew.experiments.folder import holds_run, stored
+
+    if not holds_run(folder):
+        return
+    held = asdict(stored(folder))
+    free = {"seed", "cut_seed", "device", "engine", "threads", "model"}  # what differs between demos
+    written = re.compile(
+        r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
+        r"|(labels|history|per_class)\.png|\..*\.tmp"
+    )
+    strange = [path.name for path in folder.iterdir() if not written.fullmatch(path.name)]
+    if strange or any(held[name] != value for name, value in asdict(DEMO).items() if name not in free):
+        what = f"{', '.join(strange)}, which no demo wrote" if strange else "a run that is no demo"
+        raise UsageError(f"{folder} holds {what}: choose another --out")
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def _summary(every: list[list[Record]]) -> None:
+    """Mean and standard deviation over seeds."""
+    columns = ("accuracy (%)", "worst class (%)", "seeds that gained")
+    table = _table("calibration", *columns, title=f"{len(every)} seeds: mean ± standard deviation")
+    for place, record in enumerate(every[0]):
+        cells = []
+        for key in ("accuracy", "worst_class"):
+            values = [100 * made[place][key] for made in every]
+            cells.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
+        gained = sum(made[place]["accuracy"] > made[0]["accuracy"] for made in every)
+        table.add_row(record["name"], *cells, f"{gained} of {len(every)}" if place else "")
+    _show(table)
+
+
+# ---------------------------------------------------------------------------------------------- list, partition
+
+
+@app.command("list")
+@click.argument("what", required=False)
+def list_names(what: str | None) -> None:
+    """What there is, with a line each.
+
+    WHAT is data, models, partitions, methods or calibrators; all of them if it is left out.
+    """
+    from unskew import algorithms, data, models, partition
+    from unskew.experiments.parts import known_calibrators
+
+    factories: dict[str, Mapping[str, Callable[..., Any]]] = {
+        "models": models.networks,
+        "partitions": partition.partitions,
+        "methods": algorithms.methods,
+        "calibrators": known_calibrators,
+    }
+    kinds = ("data", *factories)
+    for kind in kinds if what is None else (lookup("kind of thing", what, {kind: kind for kind in kinds}),):
+        table = Table(kind, "classes" if kind == "data" else "options", "", box=None, pad_edge=False)
+        if kind == "data":
+            for known in data.KNOWN.values():
+                table.add_row(known.name, str(known.classes), known.description)
+        for name, factory in factories.get(kind, {}).items():
+            options = "" if kind == "models" else ", ".join(_options(factory))
+            table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
+        _show(table)
+        _show()
+
+
+def _options(factory: Callable[..., Any]) -> list[str]:
+    plain = {key: p.default for key, p in inspect.signature(factory).parameters.items() if p.default is not p.empty}
+    return [f"{key}={value}" for key, value in plain.items()]
+
+
+@_options_of(CUT)
+@app.command("partition")
+@click.option("--plot", type=PATH, show_default="runs/partition.png; with --json none", help="the picture to write")
+@click.option("--json", "as_json", is_flag=True, help="print the table as JSON, nothing else")
+@click.pass_context
+def partition_table(context: click.Context, /, plot: Path | None, as_json: bool, **options: Any) -> None:
+    """Cut data into clients; print and plot who holds what."""
+    from unskew.experiments.parts import data_of, federation_of
+    from unskew.partition import table
+    from unskew.plots import FEW, label_distribution
+
+    experiment = Experiment(**_given(context, options))
+    data = data_of(experiment)
+    counts, labels = table(data.y, federation_of(experiment, data).clients, data.classes), list(data.labels)
+    if plot or not as_json:
+        plot = label_distribution(counts, labels, plot or Path("runs/partition.png"))
+    if as_json:
+        print(json.dumps({"labels": labels, "table": counts.tolist()}))
+        return
+    few = data.classes <= FEW
+    shown = _table("client", "examples", *(labels if few else ["classes held", "largest class"]))
+    for client, row in enumerate(counts):
+        some = [str((row > 0).sum()), f"{row.max() / row.sum():.0%}"]
+        shown.add_row(str(client), str(row.sum()), *([str(count or "·") for count in row] if few else some))
+    _show(shown)
+    _show(f"Plotted in {plot}")

@@ -1,0 +1,175 @@
+"""An `Experiment`: everything that decides the result of a run, as one flat, frozen value.
+
+Each field is a plain value with a sentence about it; the command line's options, the keys of a TOML file and the
+record on disk are all made from these fields. Methods and calibrators are written as
+`name:option=value:option=value`. The digest of an experiment says whether two runs are the same one. This file
+imports no torch, so that `unskew --help` is quick.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unskew.errors import DataError, UsageError, lookup
+from unskew.results import digest
+
+Allowed = tuple[Callable[[float], bool], str]  # a test of a value, and the words for it
+
+ANY: Allowed = (lambda value: True, "")
+COUNT: Allowed = (lambda value: value >= 1, "at least 1")
+NOT_NEGATIVE: Allowed = (lambda value: value >= 0, "0 or more")
+POSITIVE: Allowed = (lambda value: value > 0, "above 0")
+SHARE: Allowed = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+DECAY: Allowed = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+
+
+def _about(default: Any, text: str, allowed: Allowed = ANY) -> Any:
+    return field(default=default, metadata={"help": text, "allowed": allowed})
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One federated training, and the calibrations made of its model."""
+
+    data: str = _about("digits", "a known data set, an .npz file, or a folder of class folders")
+    labels: str = _about("fine", "which labels of cifar100: fine or coarse")
+    image_size: int | None = _about(None, "resize the images of a folder to this side", COUNT)
+    model: str = _about(
+        "auto", "a network's name, or file.py:function of your own; auto: small-cnn for grey images, else cnn"
+    )
+    norm: str = _about("auto", "normalisation layers: group, batch or none; auto: the network's own")
+    clients: int = _about(10, "number of clients", COUNT)
+    partition: str = _about("dirichlet", "how the data are cut: dirichlet, iid, shards, classes or quantity")
+    alpha: float = _about(0.1, "concentration of dirichlet and quantity cuts: smaller is more skewed", POSITIVE)
+    min_size: int = _about(1, "fewest examples of a client, in dirichlet and quantity cuts", COUNT)
+    balance: bool = _about(False, "dirichlet: stop filling a client at an equal share, as the public code does")
+    per_client: int = _about(2, "shards or classes of each client, in those cuts", COUNT)
+    central: bool = _about(False, "train on all data in one place instead, for comparison")
+    method: str = _about("fedavg", "training method, such as fedavg, fedprox:mu=0.01 or fedavgm:beta=0.1")
+    rounds: int = _about(20, "rounds of training", COUNT)
+    epochs: int = _about(10, "passes over its data that a client makes in a round", COUNT)
+    steps: int | None = _about(None, "SGD steps of a client in a round, instead of epochs", COUNT)
+    batch: int = _about(64, "examples in a batch", COUNT)
+    lr: float = _about(0.01, "learning rate of the clients", NOT_NEGATIVE)
+    momentum: float = _about(0.9, "momentum of the clients' SGD", DECAY)
+    weight_decay: float = _about(1e-5, "weight decay of the clients' SGD", NOT_NEGATIVE)
+    schedule: str = _about("constant", "learning rate over the rounds: constant, cosine or multistep")
+    fraction: float = _about(1.0, "share of the clients that train in a round", SHARE)
+    augment: bool = _about(False, "random crops (reflect-padded by 4) and horizontal flips of the training images")
+    calibrate: str = _about("ccvr,ffc,oracle", "calibrations to make of the trained model, by commas; or none")
+    evaluate_every: int = _about(1, "rounds between two evaluations on the test data", COUNT)
+    seed: int = _about(0, "seed of everything but the cut")
+    cut_seed: int = _about(0, "seed of the cut")
+    engine: str = _about("auto", "sequential or batched; auto: batched on a GPU and for small networks")
+    device: str = _about("auto", "cpu, cuda or cuda:N; auto: a GPU if there is one")
+    threads: int = _about(0, "CPU threads; 0: one for small networks, else what torch takes", NOT_NEGATIVE)
+
+    def __post_init__(self) -> None:
+        for name, (kind, optional) in types_of_fields().items():
+            value: Any = getattr(self, name)
+            if optional and value is None:
+                continue
+            if kind is float and type(value) is int:  # 1 and 1.0 are one experiment
+                value = float(value)
+                object.__setattr__(self, name, value)
+            fitting = type(value) is kind
+            if not fitting or (kind is float and not math.isfinite(value)):
+                raise UsageError(f"{name} is {value!r}, which is not {_named(kind)}")
+            fits, words = self.__dataclass_fields__[name].metadata["allowed"]
+            if not fits(value):
+                raise UsageError(f"{name} is {value}: it must be {words}")
+
+    @property
+    def digest(self) -> str:
+        """A hash of all fields: equal exactly for equal experiments."""
+        return digest(asdict(self))
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], source: str) -> Experiment:
+        """An experiment from plain values; unknown names, wrong types and wrong values are refused by their source."""
+        try:
+            for name in values:
+                lookup("option", _key(name), types_of_fields())
+            return cls(**{_key(name): value for name, value in values.items()})
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Experiment:
+        """An experiment from a TOML file."""
+        return cls(**read_toml(Path(path)))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The options that a TOML file gives, checked."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path}: there is no such file; give a TOML file of options, such as: alpha = 0.1") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a TOML file ({error})") from None
+    checked = Experiment.of(values, str(path))
+    return {_key(name): getattr(checked, _key(name)) for name in values}
+
+
+def _key(name: str) -> str:
+    return name.replace("-", "_")
+
+
+def types_of_fields() -> dict[str, tuple[type, bool]]:
+    """The type of each field, and whether it may be None."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(Experiment).items():
+        optional = isinstance(hint, types.UnionType)
+        kinds[name] = (hint.__args__[0] if optional else hint, optional)
+    return kinds
+
+
+def parse(spec: str) -> tuple[str, dict[str, str]]:
+    """The name and the options of a spec; what follows a colon without "=" belongs to the value before it.
+
+    >>> parse("ccvr:samples=100:transform=relu-tukey:0.5")
+    ('ccvr', {'samples': '100', 'transform': 'relu-tukey:0.5'})
+    """
+    name, *rest = spec.strip().split(":")
+    options: dict[str, str] = {}
+    key = ""
+    for piece in rest:
+        before, equals, after = piece.partition("=")
+        if equals:
+            key = before
+            options[key] = after
+        elif key:
+            options[key] += ":" + piece
+        else:
+            raise UsageError(f"{spec!r}: {piece!r} is not of the form option=value")
+    return name, options
+
+
+def converted(spec: str, options: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a spec in the types of their defaults.
+
+    >>> converted("fedprox:mu=1", {"mu": "1"}, {"mu": 0.01})
+    {'mu': 1.0}
+    """
+    values: dict[str, Any] = {}
+    for name, text in options.items():
+        kind = type(lookup(f"option in {spec!r}:", name, defaults))
+        try:
+            values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+            if kind is float and not math.isfinite(values[name]):
+                raise ValueError
+        except (ValueError, KeyError):
+            raise UsageError(f"{spec!r}: {name} is {text!r}, which is not {_named(kind)}") from None
+    return values
+
+
+def _named(kind: type) -> str:
+    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]
