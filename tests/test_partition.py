@@ -30,7 +30,8 @@ def cuts(clients, alpha, min_size, per_client):
 @settings(deadline=None, max_examples=25)
 @given(
     n=st.integers(60, 300), number=st.integers(1, 6), clients=st.integers(1, 10),
-    alpha=st.sampled_from([0.3, 1.0, 100.0]), min_size=st.integers(1, 3), per_client=st.integers(1, 3), seed=st.integers(0, 1000),
+    alpha=st.sampled_from([0.3, 1.0, 100.0]), min_size=st.integers(1, 3), per_client=st.integers(1, 3),
+    seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_every_example_once_and_none_too_small(name, n, number, clients, alpha, min_size, per_client, seed):
     labels = labels_of(n, number, seed)
@@ -43,7 +44,7 @@ def test_every_example_once_and_none_too_small(name, n, number, clients, alpha, 
         return
     assert len(parts) == clients
     assert sorted(np.concatenate(parts).tolist()) == list(range(n))
-    assert min(map(len, parts)) >= (min_size if "alpha" in name or name in ("dirichlet", "quantity") else 1)
+    assert min(map(len, parts)) >= (min_size if "dirichlet" in name or name == "quantity" else 1)
     again = cut(labels, rng(seed))
     assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
     if name == "classes":

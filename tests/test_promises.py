@@ -5,6 +5,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,24 @@ def test_no_function_bears_the_name_of_a_module() -> None:
         if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
     }
     assert {name for name in functions if name.rpartition(".")[2] in modules} == set()
+
+
+ROOT = SOURCE.parents[1]
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    (path.name, number, block)
+    for path in TEXTS
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize(("name", "number", "block"), BLOCKS, ids=[f"{name} {number}" for name, number, _ in BLOCKS])
+def test_examples_in_the_texts_run(name: str, number: int, block: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, f"{name}, block {number}", "exec"), {"__name__": "example"})
+
+
+def test_links_between_the_texts_lead_somewhere() -> None:
+    for path in TEXTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path.name} points to {target}"

@@ -78,7 +78,7 @@ def ccvr(
 
     The paper applies ReLU and Tukey's power, here the `transform`, "before classifier re-training" and leaves open
     when: `when="before"` takes the moments of transformed features, `when="after"` transforms the virtual ones.
-    Measured, the two agree to 0.2 points (docs/calibration.md); "before" lets other calibrators use the same
+    Measured, the two agree to 0.3 points (docs/calibration.md); "before" lets other calibrators use the same
     statistics. The other defaults are Table 8's for CIFAR-10 at alpha <= 0.1.
     """
     if samples < 1:
