@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test test-all format wheel clean
+.PHONY: help demo test test-all format golden wheel clean
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -28,6 +28,9 @@ test-all: $(VENV)/.developing  ## the same, with the large products of cases and
 format: $(VENV)/.developing  ## put the code into its form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+golden: $(VENV)/.developing  ## write the stored results of tests/golden anew, for review in the diff
+	$(BIN)/python tests/test_golden.py
 
 wheel: $(VENV)/.developing  ## build the wheel, install it into an environment of its own and run it there
 	rm -rf dist build/wheel && $(BIN)/python -m build --wheel --outdir dist .
