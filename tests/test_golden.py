@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from methods import PRODUCT
 
 from conftest import toy_data, toy_model
+from methods import PRODUCT
 from unskew.partition import Federation
 from unskew.simulate import train
 

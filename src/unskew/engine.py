@@ -27,7 +27,7 @@ from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import derive, generator
 from unskew.sums import Sum
-from unskew.tree import Tree, add, each, pick, prefix, rows, scale, stack, sub, under, unstack, zeros
+from unskew.tree import Tree, add, each, pick, prefix, rows, scale, stack, sub, under, zeros
 
 # ---------------------------------------------------------------------------------------------- the plan
 
@@ -292,38 +292,29 @@ def batched(
     clients, plans = [cohort.clients[place] for place in order], [cohort.plans[place] for place in order]
     counts = [len(todo.rows) for todo in plans]
     todo = _padded(plans)
-    start = {**{name: value.expand(len(order), *value.shape) for name, value in params.items()}}
+    start = {name: value.expand(len(order), *value.shape) for name, value in params.items()}
     start |= stack([client.own for client in clients])
     context = Context(start, pick(state, algorithm.sent), stack([client.memory for client in clients]))
     axes = Context(0, None, 0 if context.memory else None)  # type: ignore[arg-type]  # axes stand where trees do
     step = vmap(local_step(net, algorithm, sgd), in_dims=(0, 0, axes, 0), randomness="different")
-    finish = vmap(lambda local, context, size: leave(net, algorithm, sgd, local, context, size), in_dims=(0, axes, 0))
     local = vmap(lambda start: begin(net, algorithm, start))(start)
     total, t = sum.begin(cohort.ids), 0
     after: dict[int, Client] = {}
     losses: dict[int, float] = {}
     with _noise(todo.noise, params):
-        for active in range(len(order), 0, -1):  # each pass ends with the shortest client that is left
-            shares = torch.tensor(counts[:active], dtype=_like(params).dtype, device=_like(params).device)
-            while t < counts[active - 1]:
-                with _noted(f"clients {ids[:active]}, step {t + 1}"):
-                    batch = _batch(data, params, todo.rows[:active, t], _at(todo.crops, (slice(active), t)))
+        for last in reversed(range(len(order))):  # the shortest client that is left
+            shares = torch.tensor(counts[: last + 1], dtype=_like(params).dtype, device=_like(params).device)
+            while t < counts[last]:
+                with _noted(f"clients {ids[: last + 1]}, step {t + 1}"):
+                    batch = _batch(data, params, todo.rows[: last + 1, t], _at(todo.crops, (slice(last + 1), t)))
                     local = step(local, batch, context, t / shares)
                 t += 1
-            last = slice(active - 1, active)
-            done, given = (
-                _rows(local, last),
-                Context(rows(context.start, last), context.state, rows(context.memory, last)),
-            )
-            upload, client = finish(done, given, _number(params, sizes[active - 1])[None])
-            total = sum.add(total, ids[last], upload)
-            after[ids[active - 1]] = Client(*(unstack(part, 1)[0] for part in client))
-            losses[ids[active - 1]] = done.loss.item() / max(counts[active - 1], 1)
-            rest = slice(active - 1)
-            local, context = (
-                _rows(local, rest),
-                Context(rows(context.start, rest), context.state, rows(context.memory, rest)),
-            )
+            done, given = _rows(local, context, last)
+            upload, client = leave(net, algorithm, sgd, done, given, _number(params, sizes[last]))
+            total = sum.add(total, [ids[last]], stack([upload]))
+            after[ids[last]] = Client(*(each(torch.clone, part) for part in client))  # not a view of the whole stack
+            losses[ids[last]] = done.loss.item() / max(counts[last], 1)
+            local, context = _rows(local, context, slice(last))
     params, state = settle(net, algorithm, params, state, sum.end(total))
     return Outcome(params, state, [after[id] for id in cohort.ids], [losses[id] for id in cohort.ids])
 
@@ -352,8 +343,11 @@ def _at(crops: Crops | None, index: int | tuple[slice, int]) -> Crops | None:
     return None if crops is None else Crops(crops.shift[index], crops.flip[index])
 
 
-def _rows(local: Local, index: slice) -> Local:
-    return Local(rows(local.model, index), rows(local.velocity, index), rows(local.steps, index), local.loss[index])
+def _rows(local: Local, context: Context, index: int | slice) -> tuple[Local, Context]:
+    """One client, or several, of those that are stacked."""
+    model, velocity, steps, loss = local
+    taken = Local(rows(model, index), rows(velocity, index), rows(steps, index), loss[index])
+    return taken, Context(rows(context.start, index), context.state, rows(context.memory, index))
 
 
 def _like(params: Tree) -> Tensor:

@@ -67,8 +67,3 @@ def stack(trees: Sequence[Tree]) -> Tree:
 def rows(tree: Tree, index: slice | int) -> Tree:
     """One client (an integer) or several (a slice) of a stacked tree."""
     return {name: value[index] for name, value in tree.items()}
-
-
-def unstack(tree: Tree, count: int) -> list[Tree]:
-    """The `count` clients of a stacked tree, one tree each."""
-    return [rows(tree, index) for index in range(count)]
