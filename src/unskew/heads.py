@@ -100,11 +100,11 @@ def ccvr(
 
 def virtual_features(stats: FeatureStats, numbers: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Algorithm 1: `numbers[c]` draws from the Gaussian of each class c, and their labels. (M, d) float64, (M,)"""
-    device = stats.first.device
+    device, mean = stats.first.device, stats.mean
     drawn = []
     for label, number in enumerate(numbers):
         noise = torch.randn(number, stats.dimension, generator=generator, dtype=torch.float64).to(device)
-        drawn.append(stats.mean[label] + noise @ root(stats.covariance_of(label)).T if number else noise)
+        drawn.append(mean[label] + noise @ root(stats.covariance_of(label)).T if number else noise)
     labels = torch.arange(len(numbers), device=device).repeat_interleave(torch.tensor(numbers, device=device))
     return torch.cat(drawn), labels
 
@@ -126,10 +126,9 @@ def retrain(
     old: nn.Linear, z: Tensor, y: Tensor, epochs: int, batch: int, sgd: SGD, generator: torch.Generator
 ) -> nn.Linear:
     """Go on training a linear head on features by SGD on the cross entropy; the last batch of an epoch may be short."""
-    weight = torch.cat([old.weight, _bias(old)[:, None]], 1).detach().clone()  # (C, d + 1): the bias as a last column
-    if old.bias is None:
-        weight = weight[:, :-1]
-    else:
+    weight = old.weight.detach().clone()
+    if old.bias is not None:  # as a last column, whose feature is 1
+        weight = torch.cat([weight, old.bias.detach()[:, None]], 1)  # (C, d + 1)
         z = torch.cat([z, z.new_ones(len(z), 1)], 1)
     targets = (y[:, None] == torch.arange(old.out_features, device=y.device)).to(z)  # (n, C)
     velocity = torch.zeros_like(weight)
@@ -140,12 +139,7 @@ def retrain(
             grad = error.T @ z[rows] / len(rows) + sgd.weight_decay * weight
             velocity.mul_(sgd.momentum).add_(grad)
             weight.sub_(velocity, alpha=sgd.lr)
-    head = copy.deepcopy(old)
-    with torch.no_grad():
-        head.weight.copy_(weight[:, : old.in_features])
-        if head.bias is not None:
-            head.bias.copy_(weight[:, -1])
-    return head
+    return _linear(old, weight[:, : old.in_features], None if old.bias is None else weight[:, -1])
 
 
 # ---------------------------------------------------------------------------------------------- FFC
@@ -223,10 +217,6 @@ def _check_training(epochs: int, batch: int, lr: float, momentum: float, weight_
             "lr and weight_decay must be 0 or more, and momentum at least 0 and below 1; "
             f"they are {lr}, {weight_decay} and {momentum}"
         )
-
-
-def _bias(old: nn.Linear) -> Tensor:
-    return old.bias if old.bias is not None else old.weight.new_zeros(old.out_features)
 
 
 def _linear(old: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -73,32 +73,46 @@ class FeatureStats:
     # ------------------------------------------------------------------------------------------ making and adding
 
     @classmethod
-    def of(cls, z: Tensor, y: Tensor, classes: int, form: str = "class", transform: str = "identity") -> FeatureStats:
-        """The moments of features `z` (n, d), untransformed, with labels `y` (n,)."""
+    def zero(cls, classes: int, dimension: int, form: str = "class", transform: str = "identity") -> FeatureStats:
+        """The statistics of no examples."""
         if form not in FORMS:
             raise UsageError(f"form is {form!r}: allowed are {', '.join(FORMS)}")
-        if z.ndim != 2 or y.shape != z.shape[:1]:
-            raise DataError(f"features must be (n, d) and labels (n,); they are {tuple(z.shape)} and {tuple(y.shape)}")
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+        first = torch.zeros(classes, dimension, dtype=torch.float64)
+        second = first.new_zeros(_second_shape(form, classes, dimension))
+        return cls(first.new_zeros(classes), first, second, form, transform)
+
+    @classmethod
+    def of(cls, z: Tensor, y: Tensor, classes: int, form: str = "class", transform: str = "identity") -> FeatureStats:
+        """The moments of features `z` (n, d), untransformed, with labels `y` (n,)."""
+        stats = cls.zero(classes, z.shape[-1], form, transform).to(z.device)
+        stats._include(z, y)
+        return stats
+
+    def _include(self, z: Tensor, y: Tensor) -> None:
+        """Add the moments of a batch in place: a large total is not copied for each batch."""
+        if z.ndim != 2 or z.shape[1] != self.dimension or y.shape != z.shape[:1]:
             raise DataError(
-                f"labels lie in {int(y.min())}..{int(y.max())}; of {classes} classes they must lie in 0..{classes - 1}"
+                f"features must be (n, {self.dimension}) and labels (n,); "
+                f"they are {tuple(z.shape)} and {tuple(y.shape)}"
+            )
+        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.classes:
+            raise DataError(
+                f"labels lie in {int(y.min())}..{int(y.max())}; of {self.classes} classes they must lie in "
+                f"0..{self.classes - 1}"
             )
         if not torch.isfinite(z).all():
             raise DataError("features hold NaN or infinite values: the model's weights or the data are damaged")
-        z = Transform(transform)(z.double())
-        dimension = z.shape[1]
-        count = torch.bincount(y, minlength=classes).double()
-        first = z.new_zeros(classes, dimension).index_add_(0, y, z)
-        second = z.new_zeros(_second_shape(form, classes, dimension))
-        if form == "pooled":
-            second = pack(z.T @ z)
-        elif form == "diagonal":
-            second = second.index_add_(0, y, z * z)
-        elif form == "class":
+        z = Transform(self.transform)(z.double())
+        self.count.add_(torch.bincount(y, minlength=self.classes))
+        self.first.index_add_(0, y, z)
+        if self.form == "pooled":
+            self.second.add_(pack(z.T @ z))
+        elif self.form == "diagonal":
+            self.second.index_add_(0, y, z * z)
+        elif self.form == "class":
             for label in y.unique().tolist():
                 members = z[y == label]
-                second[label] = pack(members.T @ members)
-        return cls(count, first, second, form, transform)
+                self.second[label].add_(pack(members.T @ members))
 
     def __add__(self, other: FeatureStats) -> FeatureStats:
         if not isinstance(other, FeatureStats):
@@ -155,7 +169,7 @@ class FeatureStats:
         count = self.count[label]
         if count <= 1:
             return self.first.new_zeros(self.dimension, self.dimension)
-        mean = self.mean[label]
+        mean = self.first[label] / count
         if self.form == "diagonal":
             return torch.diag((self.second[label] - count * mean**2).clamp(min=0) / (count - 1))
         return (unpack(self.second[label], self.dimension) - count * torch.outer(mean, mean)) / (count - 1)
@@ -253,13 +267,13 @@ def collect(
     The model is in eval mode meanwhile, no gradients are kept, one batch is held at a time, and every module's mode
     is as before afterwards. An iterable without batches gives statistics of zero examples.
     """
-    empty = torch.zeros(0, model.dimension)
-    total = FeatureStats.of(empty, torch.zeros(0, dtype=torch.int64), classes, form, transform)
+    total = FeatureStats.zero(classes, model.dimension, form, transform)
     origin = Origin(layer=model.layer, weights=weights_digest(model))
     with evaluating(model), torch.no_grad():
         for x, y in batches:
-            part = FeatureStats.of(model.features(x), y, classes, form, transform)
-            total = total.to(part.first.device) + part
+            z = model.features(x)
+            total = total.to(z.device)
+            total._include(z, y.to(z.device))
             origin = replace(origin, input_shape=tuple(x.shape[1:]), input_dtype=str(x.dtype).removeprefix("torch."))
     return replace(total, origin=origin)
 
