@@ -1,84 +1,32 @@
-"""Methods for the tests: those of the package, and odd ones that use every part of `Algorithm`.
-
-The odd ones are sketches of methods to come (control variates, a contrastive penalty, heads that stay at home, parts
-that learn in turns). They are here to show that the interface is fit for its purpose: that the engines agree on all
-of it.
-"""
+"""The methods that the tests walk: every base method, on every head policy, and the personal ones."""
 
 from dataclasses import replace
 
-import torch
-import torch.nn.functional as F
-
-from unskew.algorithms import fedavg, fedavgm, fedprox, proximal, server
+from conftest import toy_model
+from unskew.algorithms import (
+    alternating,
+    clsprox,
+    fedadagrad,
+    fedadam,
+    fedavg,
+    fedavgm,
+    feddyn,
+    fednova,
+    fedopt,
+    fedprox,
+    fedyogi,
+    frozen_head,
+    keep_local,
+    moon,
+    on_sphere,
+    proximal,
+    scaffold,
+    server,
+)  # fmt: skip
 from unskew.models import body, head
-from unskew.optim import momentum
-from unskew.tree import add, each, prefix, scale, sub, under, zeros
-
-
-def control_variates(population=3):
-    """SCAFFOLD, option II: server state that is sent, client memory, corrected gradients."""
-    base = fedavg()
-
-    def correct(grads, params, context):
-        known = {k: g - context.memory[k] + context.state[k] for k, g in grads.items() if k in context.memory}
-        return {**grads, **known}
-
-    def report(params, context, work):
-        upload, _ = base.report(params, context, work)
-        delta = sub(params, context.start)
-        mine = {
-            k: context.memory[k] - context.state[k] - d / (work.steps[k].clamp(min=1) * work.lr)
-            for k, d in delta.items()
-        }
-        return {**upload, **prefix("control", sub(mine, context.memory))}, mine
-
-    def update(params, state, total):
-        params, _ = base.update(params, state, total)
-        return params, add(state, scale(under("control", total), 1 / population))
-
-    return replace(
-        base, init=zeros, enroll=lambda params, model: zeros(params), correct=correct, report=report, update=update,
-        sent=lambda name: True,
-    )  # fmt: skip
-
-
-def contrastive(mu=1.0, tau=0.5):
-    """MOON: a penalty with two more forward passes, and a whole model (running statistics too) as memory."""
-    base = fedavg()
-
-    def penalty(net, params, batch, output, context):
-        anchors = [net(tree, batch.x, train=False).features for tree in (context.start, context.memory)]
-        similarity = torch.stack([F.cosine_similarity(output.features, z) for z in anchors], 1) / tau
-        return mu * F.cross_entropy(similarity, torch.zeros_like(batch.y))
-
-    def report(params, context, work):
-        return base.report(params, context, work)[0], work.model
-
-    return replace(base, enroll=lambda params, model: model, penalty=penalty, report=report)
-
-
-def squared_error(base):
-    def criterion(logits, labels):
-        return ((logits - (labels[:, None] == torch.arange(logits.shape[1])).to(logits)) ** 2).mean()
-
-    return replace(base, criterion=criterion)
-
-
-def frozen_head(base):
-    return replace(base, frozen=head)
-
-
-def keep_local(base, mine):
-    return replace(base, shared=lambda name: base.shared(name) and not mine(name))
-
-
-def alternating(base, share=0.5):
-    def trained(name, progress):
-        first = (progress < share).to(progress)
-        return first if head(name) else 1 - first
-
-    return replace(base, trained=trained)
+from unskew.optim import ServerOptimiser, momentum
+from unskew.spheres import spherical
+from unskew.tree import each, prefix, under, zeros
 
 
 def momentum_of_absolutes(beta=0.5):
@@ -93,21 +41,41 @@ def momentum_of_absolutes(beta=0.5):
         a = each(lambda old, d: old + d.abs(), under("a", state), delta)
         return step, {**prefix("v", v), **prefix("a", a)}
 
-    return rule._replace(init=init, update=update)
+    return ServerOptimiser(init, update)
 
 
-PRODUCT = {"fedavg": fedavg(), "fedavg-equal": fedavg("equal"), "fedprox": fedprox(0.1), "fedavgm": fedavgm(0.5),
-           "clsprox": proximal(fedavg(), 0.1, only=head), "fedprox-m": server(fedprox(0.1), momentum(0.3))}  # fmt: skip
+PRODUCT = {
+    "fedavg": fedavg(), "fedavg-equal": fedavg("equal"), "fedprox": fedprox(0.1), "fedavgm": fedavgm(0.5),
+    "clsprox": clsprox(0.1), "fedprox-m": server(fedprox(0.1), momentum(0.3)), "fedopt": fedopt(0.9, 0.3),
+    "fedadam": fedadam(0.02), "fedyogi": fedyogi(0.02), "fedadagrad": fedadagrad(0.02), "fednova": fednova(),
+    "scaffold": scaffold(3), "moon": moon(1.0, 0.5), "feddyn": feddyn(0.1, 3),
+}  # fmt: skip
+
+PAPERS = ("fedavg", "fedprox", "fednova", "fedopt", "fedavgm", "moon", "scaffold")  # bases of the papers' tables
+
+POLICIES = {
+    "frozen head": frozen_head,
+    "on sphere": on_sphere,
+    "body at home": lambda base: keep_local(base, body),
+    "head at home, in turns": lambda base: alternating(keep_local(base, head)),
+}
+
+COMPOSED = {
+    f"{name}, {policy}": wrap(PRODUCT[name]) for name in (*PAPERS, "feddyn") for policy, wrap in POLICIES.items()
+}
 
 ODD = {
-    "control variates": control_variates(),
-    "contrastive": contrastive(),
-    "squared error": squared_error(fedavg()),
-    "frozen head": frozen_head(fedavg()),
-    "body at home": keep_local(fedavg(), body),
-    "head at home, in turns": alternating(keep_local(fedavg(), head)),
-    "contrastive, body at home": keep_local(contrastive(), body),
-    "control variates, head at home, in turns": alternating(keep_local(control_variates(), head)),
-    "control variates, server": server(control_variates(), momentum_of_absolutes()),
-    "proximal contrastive, frozen head": frozen_head(proximal(contrastive(), 0.1)),
+    "scaffold, server of two states": server(scaffold(3), momentum_of_absolutes()),
+    "proximal moon, frozen head": frozen_head(proximal(moon(1.0, 0.5), 0.1)),
+    "gradients clipped": replace(
+        fedavg(), correct=lambda grads, params, context: each(lambda g: g.clamp(-0.1, 0.1), grads)
+    ),
+    "fednova, in turns": alternating(fednova(), 0.3),
 }
+
+METHODS = {**PRODUCT, **COMPOSED, **ODD}
+
+
+def model_for(name, norm):
+    """The toy network that a method is for."""
+    return spherical(toy_model(norm)) if "on sphere" in name else toy_model(norm)

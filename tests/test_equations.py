@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from unskew.algorithms import fedavg, fedavgm, fedprox
+from unskew.algorithms import fedadagrad, fedadam, fedavg, fedavgm, feddyn, fednova, fedprox, fedyogi, moon, scaffold
 from unskew.data import dataset
 from unskew.engine import batched, sequential
 from unskew.models import Split
@@ -35,8 +35,8 @@ def squared(logits, labels):
     return ((logits - (labels[:, None] == torch.arange(CLASSES)).to(logits)) ** 2).sum(1).mean()
 
 
-def local(federation, client, w, steps, mu=0.0):
-    """SGD with momentum and weight decay on client k's squared error; whole-data batches."""
+def local(federation, client, w, steps, mu=0.0, extra=0.0):
+    """SGD with momentum and weight decay on client k's squared error, in whole batches; `extra` joins each gradient."""
     data = federation.data
     rows = federation.clients[client].numpy()
     z = ((data.x.numpy()[rows].astype(np.float64) - data.mean.numpy()) / data.std.numpy()).astype(np.float64)
@@ -44,19 +44,19 @@ def local(federation, client, w, steps, mu=0.0):
     start, v = w.copy(), np.zeros_like(w)
     for _ in range(steps):
         g = 2 * (z @ w.T - onehot).T @ z / len(z)
-        v = MOMENTUM * v + g + mu * (w - start) + DECAY * w
+        v = MOMENTUM * v + g + extra + mu * (w - start) + DECAY * w
         w = w - LR * v
     return w
 
 
-def ours(federation, algorithm, engine, rounds):
+def ours(federation, algorithm, engine, rounds, **options):
     from dataclasses import replace
 
     algorithm = replace(algorithm, criterion=squared)
     # batches hold a whole client: its size divides the batch, so that repeats weigh all examples alike
     last = list(
-        train(linear_model(), federation, algorithm, rounds=rounds, epochs=3, batch=12, lr=LR, momentum=MOMENTUM,
-              weight_decay=DECAY, engine=engine)
+        train(linear_model(), federation, algorithm, engine=engine, rounds=rounds,
+              **{"epochs": 3, "batch": 12, "lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, **options})
     )[-1]  # fmt: skip
     return last.params["classifier.weight"].numpy()
 
@@ -95,3 +95,133 @@ def test_fedavgm(federation, engine):
         v = 0.4 * v + (6 * trained[0] + 4 * trained[1]) / 10 - w
         w = w + v
     assert ours(federation, fedavgm(0.4), engine, 3) == pytest.approx(w, abs=1e-6)
+
+
+def effective(steps):
+    """FedNova, section 4: the weights with which the gradients of `steps` steps with momentum enter, added up."""
+    return sum((1 - MOMENTUM ** (steps - t)) / (1 - MOMENTUM) for t in range(steps))
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_fednova(federation, engine):
+    """Batches of 4: the client of 6 takes 2 steps an epoch, that of 4 takes one."""
+    from dataclasses import replace
+
+    steps = (6, 3)
+    unequal = Federation(federation.data, (torch.arange(6), torch.arange(6, 10)))
+    alone = [
+        list(train(linear_model(), unequal, replace(fedavg(), criterion=squared, update=lambda p, s, t: (
+            {n: p[n] + (t[f"delta/{n}"]) / t["weight"] for n in p}, s)), rounds=1, epochs=3, batch=4, lr=LR,
+            momentum=MOMENTUM, weight_decay=DECAY, engine=engine, sum=_only(k)))[-1].params["classifier.weight"].numpy()
+        for k in (0, 1)
+    ]  # fmt: skip
+    w = linear_model().classifier.weight.detach().numpy()
+    d = [(alone[k] - w) / effective(steps[k]) for k in (0, 1)]
+    expected = w + (0.6 * effective(6) + 0.4 * effective(3)) * (0.6 * d[0] + 0.4 * d[1])
+    assert ours(federation, fednova(), engine, 1, batch=4) == pytest.approx(expected, abs=1e-12)
+    fedavgs = ours(federation, fedavg(), engine, 1, batch=4)
+    assert np.abs(fedavgs - expected).max() > 1e-4
+
+
+def _only(client):
+    """A sum that hears one client alone."""
+    from unskew.sums import plain_sum
+    from unskew.tree import scale
+
+    plain = plain_sum()
+
+    def add(state, ids, uploads):
+        return plain.add(state, ids, scale(uploads, float(client in ids)))
+
+    return plain._replace(add=add)
+
+
+ADAPTIVE = {
+    "adam": (fedadam(0.05, 0.9, 0.99, 1e-3), 0.9, lambda v, d: 0.99 * v + 0.01 * d**2),
+    "yogi": (fedyogi(0.05, 0.9, 0.99, 1e-3), 0.9, lambda v, d: v - 0.01 * d**2 * np.sign(v - d**2)),
+    "adagrad": (fedadagrad(0.05, 0.0, 1e-3), 0.0, lambda v, d: v + d**2),
+}
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_adaptive_servers(federation, engine, name):
+    """Reddi et al. 2021, Algorithm 2."""
+    method, b1, second = ADAPTIVE[name]
+    w = linear_model().classifier.weight.detach().numpy().copy()
+    m, v = np.zeros_like(w), np.full_like(w, 1e-6)
+    for _ in range(3):
+        trained = [local(federation, k, w, 3) for k in (0, 1)]
+        d = (6 * trained[0] + 4 * trained[1]) / 10 - w
+        m, v = b1 * m + (1 - b1) * d, second(v, d)
+        w = w + 0.05 * m / (np.sqrt(v) + 1e-3)
+    assert ours(federation, method, engine, 3) == pytest.approx(w, abs=1e-5)
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_scaffold(federation, engine):
+    """Karimireddy et al. 2020, Algorithm 1, option II, with effective steps for momentum."""
+    w = linear_model().classifier.weight.detach().numpy().copy()
+    c, own = np.zeros_like(w), [np.zeros_like(w), np.zeros_like(w)]
+    for _ in range(3):
+        trained = [local(federation, k, w, 3, extra=c - own[k]) for k in (0, 1)]
+        new = [own[k] - c + (w - trained[k]) / (effective(3) * LR) for k in (0, 1)]
+        w = (6 * trained[0] + 4 * trained[1]) / 10
+        c, own = c + sum(new[k] - own[k] for k in (0, 1)) / 2, new
+    assert ours(federation, scaffold(population=2), engine, 3) == pytest.approx(w, abs=1e-5)
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_feddyn(federation, engine):
+    """Acar et al. 2021, Algorithm 1."""
+    alpha = 0.3
+    w = linear_model().classifier.weight.detach().numpy().copy()
+    h, own = np.zeros_like(w), [np.zeros_like(w), np.zeros_like(w)]
+    for _ in range(3):
+        trained = [local(federation, k, w, 3, mu=alpha, extra=-own[k]) for k in (0, 1)]
+        own = [own[k] - alpha * (trained[k] - w) for k in (0, 1)]
+        h = h - alpha / 2 * sum(t - w for t in trained)
+        w = sum(trained) / 2 - h / alpha
+    assert ours(federation, feddyn(alpha, population=2), engine, 3) == pytest.approx(w, abs=1e-5)
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_moon(engine):
+    """Li, He, Song 2021, Equations 3 and 4, one client, two rounds of one step; gradients by differences."""
+    mu, tau, lr = 2.0, 0.5, 0.1
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(8, 4)).astype(np.float32), draw.integers(0, 3, 8)
+    data = dataset("vectors", x, y, x, y, ["a", "b", "c"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Split(nn.Linear(4, 5, bias=False), nn.Linear(5, 3, bias=False)).double()
+    federation = Federation(data, (torch.arange(8), torch.arange(8)))  # two clients alike: the average is each of them
+    options = {"rounds": 2, "steps": 2, "batch": 8, "lr": lr, "momentum": 0.0, "weight_decay": 0.0, "engine": engine}
+    last = list(train(model, federation, moon(mu, tau), **options))[-1]
+    inputs = (x.astype(np.float64) - data.mean.numpy()) / data.std.numpy()
+
+    def loss(v, w, start, before):
+        z, anchors = inputs @ v.T, [inputs @ start.T, inputs @ before.T]
+        logits = z @ w.T
+        entropy = np.log(np.exp(logits).sum(1)) - logits[np.arange(8), y]
+        s = [(z * a).sum(1) / np.linalg.norm(z, axis=1) / np.linalg.norm(a, axis=1) / tau for a in anchors]
+        return (entropy - mu * np.log(np.exp(s[0]) / (np.exp(s[0]) + np.exp(s[1])))).mean()
+
+    v, w = (layer.weight.detach().numpy().copy() for layer in (model.features, model.classifier))
+    before = v
+    for _ in range(2):
+        start = v
+        for _ in range(2):
+            grads = []
+            for which in (v, w):
+                grad = np.zeros_like(which)
+                for index in np.ndindex(*which.shape):
+                    step = np.zeros_like(which)
+                    step[index] = 1e-6
+                    pair = [(v + s * step, w) if which is v else (v, w + s * step) for s in (1, -1)]
+                    grad[index] = (loss(*pair[0], start, before) - loss(*pair[1], start, before)) / 2e-6
+                grads.append(grad)
+            v, w = v - lr * grads[0], w - lr * grads[1]
+        before = v
+    assert last.params["features.weight"].numpy() == pytest.approx(v, abs=1e-6)
+    assert last.params["classifier.weight"].numpy() == pytest.approx(w, abs=1e-6)

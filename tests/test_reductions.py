@@ -9,22 +9,34 @@ import torch
 from sklearn.linear_model import Ridge
 
 from conftest import toy_data, toy_model
-from methods import ODD, PRODUCT
+from methods import METHODS, PAPERS, POLICIES, PRODUCT, model_for
 from test_equivalence import gap
-from unskew.algorithms import fedavg, fedprox, proximal, server
+from unskew.algorithms import (
+    alternating,
+    fedavg,
+    feddyn,
+    fednova,
+    fedopt,
+    fedprox,
+    keep_local,
+    moon,
+    proximal,
+    scaffold,
+    server,
+)  # fmt: skip
 from unskew.engine import batched, plan, sequential
 from unskew.evaluate import batches
 from unskew.heads import calibrate, ffc
-from unskew.models import head
+from unskew.models import body, head
 from unskew.optim import momentum
 from unskew.partition import Federation
 from unskew.simulate import train
 from unskew.statistics import FeatureStats, collect
 
 
-def last(algorithm, federation, norm="batch", **options):
+def last(algorithm, federation, norm="batch", model=None, **options):
     settings = {"rounds": 2, "epochs": 2, "batch": 8, "lr": 0.05, "momentum": 0.9, "seed": 1, **options}
-    return list(train(toy_model(norm), federation, algorithm, **settings))[-1]
+    return list(train(model or toy_model(norm), federation, algorithm, **settings))[-1]
 
 
 def test_proximal_of_strength_zero_is_its_base(ragged):
@@ -32,12 +44,83 @@ def test_proximal_of_strength_zero_is_its_base(ragged):
     assert gap(last(fedprox(0.1), ragged), last(fedavg(), ragged)) > 1e-4
 
 
-@pytest.mark.parametrize("name", [*PRODUCT, *ODD])
+@pytest.mark.parametrize("name", METHODS)
 def test_server_without_momentum_is_its_base_for_every_base(name, ragged):
-    base = {**PRODUCT, **ODD}[name]
-    plain, served = last(base, ragged), last(server(base, momentum(0.0), name="outer"), ragged)
+    base = METHODS[name]
+    model = model_for(name, "batch")
+    plain, served = (last(m, ragged, model=model) for m in (base, server(base, momentum(0.0), name="outer")))
     kept = {k: v for k, v in served.state.items() if not k.startswith("outer/")}
     assert gap(plain, served._replace(state=kept)) < 1e-12
+
+
+def equal_steps():
+    """Two clients of equally many examples, hence steps."""
+    return Federation(toy_data(), (torch.arange(30), torch.arange(30, 60)))
+
+
+def test_fednova_with_equal_steps_is_fedavg(ragged):
+    assert gap(last(fednova(), equal_steps()), last(fedavg(), equal_steps())) < 1e-12
+    assert gap(last(fednova(), ragged), last(fedavg(), ragged)) > 1e-4
+
+
+def test_scaffold_from_zero_variates_is_fedavg_in_its_first_round(ragged):
+    first, plain = (last(m, ragged, rounds=1) for m in (scaffold(3), fedavg()))
+    assert max((first.params[k] - v).abs().max() for k, v in plain.params.items()) < 1e-12
+    second, plain = (last(m, ragged, rounds=2) for m in (scaffold(3), fedavg()))
+    assert max((second.params[k] - v).abs().max() for k, v in plain.params.items()) > 1e-4
+
+
+def test_moon_of_strength_zero_or_in_its_first_round_is_fedavg(ragged):
+    for method, rounds in ((moon(0.0), 2), (moon(5.0), 1)):
+        made, plain = (last(m, ragged, "group", rounds=rounds) for m in (method, fedavg()))
+        assert max((made.params[k] - v).abs().max() for k, v in plain.params.items()) < 1e-12
+    made, plain = (last(m, ragged, rounds=2) for m in (moon(5.0), fedavg()))
+    assert max((made.params[k] - v).abs().max() for k, v in plain.params.items()) > 1e-5
+
+
+def test_fedopt_of_rate_one_without_momentum_is_fedavg(ragged):
+    made, plain = (last(m, ragged) for m in (fedopt(1.0, 0.0), fedavg()))
+    assert max((made.params[k] - v).abs().max() for k, v in plain.params.items()) < 1e-12
+
+
+def test_feddyn_with_one_client_stays_at_its_client():
+    """h_k and h cancel: with one client of all, the server's model is the client's own optimum path."""
+    alone = Federation(toy_data(), (torch.arange(60),))
+    first, plain = (last(m, alone, rounds=1) for m in (feddyn(0.1, 1), proximal(fedavg(), 0.1)))
+    change = {k: v - toy_model("batch").state_dict()[k] for k, v in plain.params.items() if "running" not in k}
+    for name, value in change.items():
+        twice = toy_model("batch").state_dict()[name] + 2 * value  # mean + (-h / alpha) = w_k + delta
+        assert first.params[name] == pytest.approx(twice.numpy(), abs=1e-10)
+
+
+@pytest.mark.parametrize("base", [*PAPERS, "feddyn"])
+def test_a_wrapper_never_drops_what_its_base_does(base, ragged):
+    """Each base differs from fedavg under each policy, and each policy differs from none on each base."""
+    if base == "fedavg":
+        return
+    for policy, wrap in POLICIES.items():
+        model = model_for(policy, "batch")
+        with_base, without = (last(wrap(m), ragged, model=model, rounds=3) for m in (PRODUCT[base], fedavg()))
+        mine, theirs = ({**r.params, **r.clients[0].own} if 0 in r.clients else r.params for r in (with_base, without))
+        assert max((mine[k] - v).abs().max() for k, v in theirs.items()) > 1e-7, policy
+
+
+def test_moon_keeps_its_penalty_when_the_body_stays_at_home(ragged):
+    on, off = (last(keep_local(moon(mu), body), ragged, rounds=3) for mu in (5.0, 0.0))
+    assert max((on.clients[0].own[k] - v).abs().max() for k, v in off.clients[0].own.items()) > 1e-5
+
+
+def test_scaffold_in_turns_keeps_each_tensor_s_control_right(ragged):
+    """A control is a mean gradient: a tensor that took half of the steps divides by the effective half."""
+    made = last(alternating(scaffold(3), 0.5), ragged, rounds=1, momentum=0.0, epochs=4)
+    start = toy_model("batch").state_dict()
+    client = Federation(ragged.data, ragged.clients[:1])
+    alone = last(alternating(scaffold(1), 0.5), client, rounds=1, momentum=0.0, epochs=4)
+    steps = 4 * 3
+    for name in ("classifier.weight", "features.0.weight"):
+        expected = -(alone.params[name] - start[name]) / (steps / 2 * 0.05)
+        assert alone.clients[0].memory[name] == pytest.approx(expected.numpy(), abs=1e-10)
+        assert made.clients[0].memory[name] == pytest.approx(expected.numpy(), abs=1e-10)
 
 
 def test_proximal_on_the_classifier_alone_pulls_that_alone(ragged):

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.errors import UsageError
-from unskew.optim import ServerOptimiser, momentum
-from unskew.tree import Tree, add, pick, prefix, scale, sub, under
+from unskew.models import head
+from unskew.optim import ServerOptimiser, adagrad, adam, momentum, yogi
+from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
 
 # ---------------------------------------------------------------------------------------------- what a client is given
 
@@ -49,7 +51,8 @@ class Net(Protocol):
 class Context(NamedTuple):
     """What a client was given before it trained."""
 
-    start: Tree  # its whole model: the server's, with the client's own tensors in place
+    server: Tree  # the server's whole model
+    start: Tree  # the client's: the same, with the client's own tensors in place
     state: Tree  # the part of the server's state that is `sent`
     memory: Tree  # what it kept from the last time
 
@@ -146,7 +149,7 @@ def fedavg(weight: str = "examples") -> Algorithm:
         raise UsageError(f"weight is {weight!r}: allowed are 'examples' (by size) and 'equal' (1 each)")
 
     def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
-        share = work.examples if weight == "examples" else work.examples.new_ones(())
+        share = _share(work, weight)
         return {**prefix("delta", scale(sub(params, context.start), share)), "weight": share}, {}
 
     def update(params: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
@@ -195,9 +198,183 @@ def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") ->
     return replace(base, init=init, update=update, sent=lambda key: base.sent(key) and not mine(key))
 
 
+def fednova(weight: str = "examples") -> Algorithm:
+    r"""Average directions, not distances: w <- w + tau_eff sum_k p_k (w_k - w) / a_k, with tau_eff = sum_k p_k a_k.
+
+    a_k is the number of effective steps of client k (see `effective`), so that a client with many steps does not pull
+    the average towards itself. Wang et al. 2020, for SGD with momentum; with equal steps it is FedAvg. Counted per
+    tensor.
+    """
+
+    def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
+        share = _share(work, weight)
+        steps = {name: effective(work.steps[name], work.momentum) for name in params}
+        directions = each(torch.div, sub(params, context.start), steps)
+        return {
+            **prefix("delta", scale(directions, share)),
+            **prefix("steps", scale(steps, share)),
+            "weight": share,
+        }, {}
+
+    def update(params: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
+        directions, steps = (scale(under(name, total), 1 / total["weight"]) for name in ("delta", "steps"))
+        return add(params, each(torch.mul, directions, steps)), state
+
+    return replace(fedavg(weight), report=report, update=update)
+
+
+def effective(steps: Tensor, momentum: float) -> Tensor:
+    r"""What `steps` steps of SGD with momentum rho amount to, in gradients: (tau - rho (1 - rho^tau) / (1 - rho)) /
+    (1 - rho).
+
+    The sum of the weights with which the gradients of tau steps enter the final weights, over the learning rate
+    (FedNova, Wang et al. 2020, section 4). At least 1, so that a tensor that never learnt can be divided by it.
+    """
+    rho = momentum
+    return ((steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)).clamp(min=1)
+
+
+def scaffold(population: int = 10, weight: str = "examples") -> Algorithm:
+    r"""Correct each gradient by control variates: g - c_k + c, so that clients drift less (Karimireddy et al. 2020).
+
+    c is the server's state and sent, c_k client k's memory. After training, option II: c_k <- c_k - c - delta / (a
+    lr), where a is the number of effective steps under momentum (plain steps would let c_k grow without bound), and c
+    <- c + sum of the changes / `population`, the number of all clients. From zero variates, the first round is
+    FedAvg.
+    """
+    base = fedavg(weight)
+    _population(population)
+
+    def correct(grads: Tree, params: Tree, context: Context) -> Tree:
+        known = {name: grads[name] - context.memory[name] + context.state[name] for name in context.memory}
+        return {**grads, **known}
+
+    def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
+        upload, _ = base.report(params, context, work)
+        delta = sub(params, context.start)
+        gradient = {
+            name: -value / (effective(work.steps[name], work.momentum) * work.lr) for name, value in delta.items()
+        }
+        control = add(sub(context.memory, context.state), gradient)
+        return {**upload, **prefix("control", sub(control, context.memory))}, control
+
+    def update(params: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
+        params, _ = base.update(params, {}, total)
+        return params, add(state, scale(under("control", total), 1 / population))
+
+    return replace(
+        base, init=zeros, enroll=lambda params, model: zeros(params), correct=correct, report=report, update=update,
+        sent=always,
+    )  # fmt: skip
+
+
+def moon(mu: float = 1.0, tau: float = 0.5, weight: str = "examples") -> Algorithm:
+    r"""Add mu * l_con: features z shall be nearer to the global model's than to those of the client's previous model.
+
+    l_con = -log(exp(s_glob / tau) / (exp(s_glob / tau) + exp(s_prev / tau))), s the cosine similarities (Li, He, Song
+    2021, Equation 3). The previous model, a client's memory, is its whole model with running statistics; a client
+    seen for the first time has the global one, which makes the term constant. Both are in eval mode. z is what the
+    classifier takes, so the network must end in a projection head, as CCVR's CNN does.
+    """
+    if not mu >= 0 or not tau > 0:
+        raise UsageError(f"mu must be 0 or more and tau above 0; they are {mu} and {tau}")
+    base = fedavg(weight)
+
+    def penalty(net: Net, params: Tree, batch: Batch, output: Output, context: Context) -> Tensor:
+        anchors = [net(tree, batch.x, train=False).features for tree in (context.server, context.memory)]
+        similar = torch.stack([F.cosine_similarity(output.features, z) for z in anchors], 1) / tau  # (B, 2)
+        return mu * F.cross_entropy(similar, torch.zeros_like(batch.y))
+
+    def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
+        return base.report(params, context, work)[0], work.model
+
+    return replace(base, enroll=lambda params, model: model, penalty=penalty, report=report)
+
+
+def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
+    r"""Dynamic regularisation: gradients become g - h_k + alpha (w - w_start) (Acar et al. 2021, Algorithm 1).
+
+    Client k keeps h_k <- h_k - alpha delta. The server keeps h <- h - alpha / m * sum of deltas, with m =
+    `population`, and sets w <- mean of the clients' w_k - h / alpha. Clients count equally, as in the paper.
+    """
+    if not alpha > 0:
+        raise UsageError(f"alpha is {alpha}: the strength of FedDyn must be above 0")
+    _population(population)
+    base = proximal(fedavg("equal"), alpha)
+
+    def correct(grads: Tree, params: Tree, context: Context) -> Tree:
+        grads = base.correct(grads, params, context)
+        return {**grads, **{name: grads[name] - context.memory[name] for name in context.memory}}
+
+    def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
+        upload, _ = base.report(params, context, work)
+        return upload, sub(context.memory, scale(sub(params, context.start), alpha))
+
+    def update(params: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
+        mean, _ = base.update(params, {}, total)
+        state = sub(state, scale(under("delta", total), alpha / population))
+        return sub(mean, scale(state, 1 / alpha)), state
+
+    return replace(
+        base, init=zeros, enroll=lambda params, model: zeros(params), correct=correct, report=report, update=update
+    )
+
+
+# ---------------------------------------------------------------------------------------------- what learns and leaves
+
+
+def frozen_head(base: Algorithm) -> Algorithm:
+    """The classifier stays as it was drawn, on all clients: FedBABU (Oh et al. 2022); SphereFed's "Fix"."""
+    return replace(base, frozen=lambda name: base.frozen(name) or head(name))
+
+
+def on_sphere(base: Algorithm) -> Algorithm:
+    r"""SphereFed: squared error 1/C ||W z - one_hot(y)||^2 (Equation 5) against a head that nobody trains or sends.
+
+    For a model made by `spherical`, whose features have unit norm and whose classifier has orthonormal rows. It
+    replaces the criterion alone: what the base adds, such as MOON's penalty, stays.
+    """
+    return replace(frozen_head(base), criterion=squared_error)
+
+
+def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean squared error against one-hot labels, over classes and examples: SphereFed's Equation 5."""
+    classes = torch.arange(logits.shape[1], device=logits.device)
+    return ((logits - (labels[:, None] == classes).to(logits)) ** 2).mean()
+
+
+def keep_local(base: Algorithm, mine: Callable[[str], bool]) -> Algorithm:
+    """The tensors `mine(name)` stay with each client: LG-FedAvg (`body`; Liang et al. 2020), FedPer and FedRep
+    (`head`).
+    """
+    return replace(base, shared=lambda name: base.shared(name) and not mine(name))
+
+
+def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
+    """The classifier learns during the first `share` of the local steps, the features after: FedRep (Collins et al.
+    2021).
+    """
+    if not 0 < share < 1:
+        raise UsageError(f"share is {share}: it must lie between 0 and 1, so that both parts learn")
+
+    def trained(name: str, progress: Tensor) -> Tensor:
+        first = (progress < share).to(progress)
+        return base.trained(name, progress) * (first if head(name) else 1 - first)
+
+    return replace(base, trained=trained)
+
+
+# ---------------------------------------------------------------------------------------------- by their names
+
+
 def fedprox(mu: float = 0.01) -> Algorithm:
     """FedAvg with a proximal term: `proximal(fedavg(), mu)`."""
     return proximal(fedavg(), mu)
+
+
+def clsprox(mu: float = 0.01) -> Algorithm:
+    """FedAvg with a proximal term on the classifier alone (CCVR 3.3): `proximal(fedavg(), mu, only=head)`."""
+    return proximal(fedavg(), mu, only=head)
 
 
 def fedavgm(beta: float = 0.1) -> Algorithm:
@@ -205,4 +382,37 @@ def fedavgm(beta: float = 0.1) -> Algorithm:
     return server(fedavg(), momentum(beta))
 
 
-methods: dict[str, Callable[..., Algorithm]] = {"fedavg": fedavg, "fedprox": fedprox, "fedavgm": fedavgm}
+def fedopt(lr: float = 1.0, beta: float = 0.3) -> Algorithm:
+    """FedAvg with server SGD: `server(fedavg(), momentum(beta, lr))`; SphereFed's Table 16 uses 1.0 and 0.3."""
+    return server(fedavg(), momentum(beta, lr))
+
+
+def fedadam(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3) -> Algorithm:
+    """FedAvg with Adam on the server: `server(fedavg(), adam(...))`."""
+    return server(fedavg(), adam(lr, b1, b2, eps))
+
+
+def fedyogi(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3) -> Algorithm:
+    """FedAvg with Yogi on the server: `server(fedavg(), yogi(...))`."""
+    return server(fedavg(), yogi(lr, b1, b2, eps))
+
+
+def fedadagrad(lr: float = 0.01, b1: float = 0.0, eps: float = 1e-3) -> Algorithm:
+    """FedAvg with Adagrad on the server: `server(fedavg(), adagrad(...))`."""
+    return server(fedavg(), adagrad(lr, b1, eps))
+
+
+methods: dict[str, Callable[..., Algorithm]] = {
+    "fedavg": fedavg, "fedprox": fedprox, "clsprox": clsprox, "fedavgm": fedavgm, "fedopt": fedopt, "fedadam": fedadam,
+    "fedyogi": fedyogi, "fedadagrad": fedadagrad, "fednova": fednova, "scaffold": scaffold, "moon": moon,
+    "feddyn": feddyn,
+}  # fmt: skip
+
+
+def _share(work: Work, weight: str) -> Tensor:
+    return work.examples if weight == "examples" else work.examples.new_ones(())
+
+
+def _population(population: int) -> None:
+    if population < 1:
+        raise UsageError(f"population is {population}: it is the number of all clients, at least 1")

@@ -262,7 +262,7 @@ def sequential(
     step, sent = local_step(net, algorithm, sgd), pick(state, algorithm.sent)
     total, after, losses = sum.begin(cohort.ids), [], []
     for id, client, todo, size in zip(*cohort, strict=True):
-        context = Context({**params, **client.own}, sent, client.memory)
+        context = Context(params, {**params, **client.own}, sent, client.memory)
         local, count = begin(net, algorithm, context.start), len(todo.rows)
         with _noise(todo.noise, params):
             for t in range(count):
@@ -294,8 +294,8 @@ def batched(
     todo = _padded(plans)
     start = {name: value.expand(len(order), *value.shape) for name, value in params.items()}
     start |= stack([client.own for client in clients])
-    context = Context(start, pick(state, algorithm.sent), stack([client.memory for client in clients]))
-    axes = Context(0, None, 0 if context.memory else None)  # type: ignore[arg-type]  # axes stand where trees do
+    context = Context(params, start, pick(state, algorithm.sent), stack([client.memory for client in clients]))
+    axes = Context(None, 0, None, 0 if context.memory else None)  # type: ignore[arg-type]  # axes stand where trees do
     step = vmap(local_step(net, algorithm, sgd), in_dims=(0, 0, axes, 0), randomness="different")
     local = vmap(lambda start: begin(net, algorithm, start))(start)
     total, t = sum.begin(cohort.ids), 0
@@ -347,7 +347,7 @@ def _rows(local: Local, context: Context, index: int | slice) -> tuple[Local, Co
     """One client, or several, of those that are stacked."""
     model, velocity, steps, loss = local
     taken = Local(rows(model, index), rows(velocity, index), rows(steps, index), loss[index])
-    return taken, Context(rows(context.start, index), context.state, rows(context.memory, index))
+    return taken, context._replace(start=rows(context.start, index), memory=rows(context.memory, index))
 
 
 def _like(params: Tree) -> Tensor:

@@ -11,8 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from unskew.errors import UsageError
-from unskew.tree import Tree, add, each, scale, zeros
+from unskew.tree import Tree, add, each, prefix, scale, under, zeros
 
 
 class SGD(NamedTuple):
@@ -39,14 +42,58 @@ def momentum(beta: float, lr: float = 1.0) -> ServerOptimiser:
 
     With beta = 0 and lr = 1 it is plain averaging.
     """
-    if not 0 <= beta < 1:
-        raise UsageError(f"beta is {beta}: server momentum must lie in [0, 1)")
+    _decay("beta", beta)
 
     def update(delta: Tree, state: Tree) -> tuple[Tree, Tree]:
         velocity = add(scale(state, beta), delta)
         return scale(velocity, lr), velocity
 
     return ServerOptimiser(zeros, update)
+
+
+def adagrad(lr: float = 0.01, b1: float = 0.0, eps: float = 1e-3) -> ServerOptimiser:
+    """FedAdagrad: v <- v + delta^2 (Reddi et al. 2021, Algorithm 2; see `adam` for the rest)."""
+    return _adaptive(lr, b1, eps, lambda v, d: v + d * d)
+
+
+def adam(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3) -> ServerOptimiser:
+    r"""FedAdam: m <- b1 m + (1 - b1) delta;  v <- b2 v + (1 - b2) delta^2;  step = lr m / (sqrt(v) + eps).
+
+    Reddi et al. 2021, Algorithm 2, where `eps` is tau and v starts at tau^2. As there, and unlike torch's Adam, nothing
+    is corrected for the start, so the first steps are smaller.
+    """
+    _decay("b2", b2)
+    return _adaptive(lr, b1, eps, lambda v, d: b2 * v + (1 - b2) * d * d)
+
+
+def yogi(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3) -> ServerOptimiser:
+    r"""FedYogi: v <- v - (1 - b2) delta^2 sign(v - delta^2) (Reddi et al. 2021, Algorithm 2; see `adam` for the
+    rest).
+    """
+    _decay("b2", b2)
+    return _adaptive(lr, b1, eps, lambda v, d: v - (1 - b2) * d * d * (v - d * d).sign())
+
+
+def _adaptive(lr: float, b1: float, eps: float, second: Callable[[Tensor, Tensor], Tensor]) -> ServerOptimiser:
+    """The frame of the three: they differ in their second moment alone."""
+    _decay("b1", b1)
+    if not lr > 0 or not eps > 0:
+        raise UsageError(f"lr and eps must be above 0; they are {lr} and {eps}")
+
+    def init(params: Tree) -> Tree:
+        return {**prefix("m", zeros(params)), **prefix("v", each(lambda w: torch.full_like(w, eps**2), params))}
+
+    def update(delta: Tree, state: Tree) -> tuple[Tree, Tree]:
+        m = each(lambda m, d: b1 * m + (1 - b1) * d, under("m", state), delta)
+        v = each(second, under("v", state), delta)
+        return each(lambda m, v: lr * m / (v.sqrt() + eps), m, v), {**prefix("m", m), **prefix("v", v)}
+
+    return ServerOptimiser(init, update)
+
+
+def _decay(name: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise UsageError(f"{name} is {value}: it must lie in [0, 1)")
 
 
 Schedule = Callable[[int, int], float]  # round (from 1), rounds -> factor on the learning rate

@@ -45,7 +45,12 @@ def made(kind: str, spec: str, factories: Mapping[str, Callable[..., Made]]) -> 
 
 def algorithm_of(experiment: Experiment) -> Algorithm:
     """The training method that an experiment names; in one place, any method is plain SGD."""
-    return fedavg() if experiment.central else made("method", experiment.method, methods)
+    if experiment.central:
+        return fedavg()
+    name, options = parse(experiment.method)
+    counted = "population" in inspect.signature(lookup("method", name, methods)).parameters
+    spec = experiment.method + (f":population={experiment.clients}" if counted and "population" not in options else "")
+    return made("method", spec, methods)
 
 
 Yardstick = Callable[[Split, Iterable[tuple[Tensor, Tensor]], torch.Generator], Split]
