@@ -20,10 +20,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unskew.algorithms import (
         Algorithm as Algorithm,
+        alternating as alternating,
+        clsprox as clsprox,
+        fedadagrad as fedadagrad,
+        fedadam as fedadam,
         fedavg as fedavg,
         fedavgm as fedavgm,
+        feddyn as feddyn,
+        fednova as fednova,
+        fedopt as fedopt,
         fedprox as fedprox,
+        fedyogi as fedyogi,
+        frozen_head as frozen_head,
+        keep_local as keep_local,
+        moon as moon,
+        on_sphere as on_sphere,
         proximal as proximal,
+        scaffold as scaffold,
         server as server,
     )
     from unskew.data import Dataset as Dataset, dataset as dataset, load as load
@@ -40,10 +53,13 @@ if TYPE_CHECKING:
     )
     from unskew.models import Split as Split, build as build, split as split
     from unskew.optim import (
+        adagrad as adagrad,
+        adam as adam,
         constant as constant,
         cosine as cosine,
         momentum as momentum,
         multistep as multistep,
+        yogi as yogi,
     )
     from unskew.partition import (
         Federation as Federation,
@@ -55,13 +71,34 @@ if TYPE_CHECKING:
         shards as shards,
     )
     from unskew.simulate import Round as Round, train as train
+    from unskew.spheres import spherical as spherical
     from unskew.statistics import FeatureStats as FeatureStats, collect as collect
     from unskew.sums import Sum as Sum, plain_sum as plain_sum
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "algorithms": ["Algorithm", "fedavg", "fedavgm", "fedprox", "proximal", "server"],
+    "algorithms": [
+        "Algorithm",
+        "alternating",
+        "clsprox",
+        "fedadagrad",
+        "fedadam",
+        "fedavg",
+        "fedavgm",
+        "feddyn",
+        "fednova",
+        "fedopt",
+        "fedprox",
+        "fedyogi",
+        "frozen_head",
+        "keep_local",
+        "moon",
+        "on_sphere",
+        "proximal",
+        "scaffold",
+        "server",
+    ],
     "data": ["Dataset", "dataset", "load"],
     "engine": ["batched", "installed", "sequential"],
     "errors": ["DataError", "UnskewError", "UsageError"],
@@ -69,9 +106,10 @@ _HOMES = {
     "experiments": ["Experiment", "load_model", "run"],
     "heads": ["Calibrator", "calibrate", "ccvr", "ffc", "oracle"],
     "models": ["Split", "build", "split"],
-    "optim": ["constant", "cosine", "momentum", "multistep"],
+    "optim": ["adagrad", "adam", "constant", "cosine", "momentum", "multistep", "yogi"],
     "partition": ["Federation", "classes", "dirichlet", "federate", "iid", "quantity", "shards"],
     "simulate": ["Round", "train"],
+    "spheres": ["spherical"],
     "statistics": ["FeatureStats", "collect"],
     "sums": ["Sum", "plain_sum"],
 }
