@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from conftest import toy_data, toy_model
-from unskew.algorithms import fedavg, on_sphere, squared_error
-from unskew.engine import batched, network, sequential
+from unskew.algorithms import fedavg, on_sphere, proximal, squared_error
+from unskew.engine import batched, installed, network, sequential
 from unskew.errors import UsageError
+from unskew.evaluate import batches
+from unskew.heads import calibrate, ccvr, ffc
+from unskew.models import head
 from unskew.partition import Federation
 from unskew.seeds import generator
 from unskew.simulate import train
-from unskew.spheres import directions, gram_schmidt, he, qr, simplex, spherical, tammes
+from unskew.spheres import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes
+from unskew.statistics import collect
 
 
 @pytest.mark.parametrize("place", [qr, gram_schmidt])
@@ -94,3 +98,30 @@ def test_spherical_training_learns():
     method = on_sphere(fedavg())
     losses = [r.loss for r in train(spherical(toy_model()), federation, method, rounds=10, epochs=3, batch=20, lr=0.5)]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_clsnorm_counts_directions_alone():
+    """CCVR 3.3: longer weight vectors change nothing."""
+    model = clsnorm(toy_model())
+    z = torch.randn(6, 8, dtype=torch.float64, generator=generator(0))
+    weight = model.classifier.weight.detach()
+    expected = torch.stack([z @ row / row.norm() for row in weight], 1)
+    assert torch.allclose(model.classifier(z), expected)
+    with torch.no_grad():
+        model.classifier.weight.mul_(torch.arange(1.0, 6)[:, None])
+    assert torch.allclose(model.classifier(z), expected)
+    assert torch.allclose(model.classifier.plain()(z), expected)
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_clsnorm_trains_and_is_calibrated_to_a_plain_head(engine, ragged):
+    model = clsnorm(toy_model())
+    rounds = list(train(model, ragged, proximal(fedavg(), 0.1, only=head), rounds=3, batch=8, lr=0.1, engine=engine))
+    assert rounds[-1].loss < rounds[0].loss
+    trained = installed(model, rounds[-1].params)
+    stats = collect(trained, batches(ragged.data, dtype=torch.float64), 5)
+    made = calibrate(trained, stats, ffc(1.0))
+    assert type(made.classifier) is torch.nn.Linear
+    kept = calibrate(trained, stats, ccvr(samples=5, epochs=1, lr=0.0, transform="identity"))
+    ((x, _),) = batches(ragged.data, dtype=torch.float64)
+    assert torch.allclose(kept.eval()(x), trained.eval()(x))  # it starts from the normalised head

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         shards as shards,
     )
     from unskew.simulate import Round as Round, train as train
-    from unskew.spheres import spherical as spherical
+    from unskew.spheres import clsnorm as clsnorm, spherical as spherical
     from unskew.statistics import FeatureStats as FeatureStats, collect as collect
     from unskew.sums import Sum as Sum, plain_sum as plain_sum
 
@@ -109,7 +109,7 @@ _HOMES = {
     "optim": ["adagrad", "adam", "constant", "cosine", "momentum", "multistep", "yogi"],
     "partition": ["Federation", "classes", "dirichlet", "federate", "iid", "quantity", "shards"],
     "simulate": ["Round", "train"],
-    "spheres": ["spherical"],
+    "spheres": ["clsnorm", "spherical"],
     "statistics": ["FeatureStats", "collect"],
     "sums": ["Sum", "plain_sum"],
 }

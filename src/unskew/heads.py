@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from unskew.errors import UsageError
 from unskew.models import Split, evaluating, linear
 from unskew.optim import SGD
+from unskew.spheres import NormalisedLinear
 from unskew.statistics import FeatureStats
 from unskew.transforms import Transform
 
@@ -37,7 +38,7 @@ class Calibrator:
 
     def __call__(self, stats: FeatureStats, classifier: nn.Module, generator: torch.Generator) -> nn.Module:
         """The new classifier; the old one stays as it is."""
-        old = linear(classifier)
+        old = _plain(classifier)
         expected = (stats.classes, stats.dimension)
         if tuple(old.weight.shape) != expected:
             raise UsageError(
@@ -197,7 +198,7 @@ def oracle(
     For simulations only: it needs what no client may send. `batches` hold every client's examples; Table 8's settings.
     """
     _check_training(epochs, batch, lr, momentum, weight_decay)
-    old = linear(model.classifier)
+    old = _plain(model.classifier)
     with evaluating(model), torch.no_grad():
         features, labels = zip(*((model.features(x), y) for x, y in batches), strict=True)
     z = Transform(transform)(torch.cat(features)).to(old.weight)
@@ -217,6 +218,12 @@ def _check_training(epochs: int, batch: int, lr: float, momentum: float, weight_
             "lr and weight_decay must be 0 or more, and momentum at least 0 and below 1; "
             f"they are {lr}, {weight_decay} and {momentum}"
         )
+
+
+def _plain(classifier: nn.Module) -> nn.Linear:
+    """The ordinary linear layer of a classifier."""
+    old = linear(classifier)
+    return old.plain() if isinstance(old, NormalisedLinear) else old
 
 
 def _linear(old: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -1,5 +1,4 @@
-"""SphereFed's model: features of unit norm, and a fixed classifier whose rows are spread over the sphere (sections
-4.1, D).
+"""Models on the sphere: SphereFed's (features of unit norm, a fixed classifier; 4.1, D), and CCVR's clsnorm (3.3).
 
 `spherical(model)` makes one of any `Split`; `on_sphere(base)` in `algorithms` trains it. `directions` are the ways to
 place the rows: orthonormal by QR or by Gram-Schmidt (Equation 4), random as He et al. draw them ("Fix (R)" in Table
@@ -50,6 +49,34 @@ def spherical(model: Split, rows: str = "qr", generator: torch.Generator | None 
     classifier.weight.copy_(weight)
     features = nn.Sequential(copy.deepcopy(model.features), Transform("unit"))
     return Split(features, classifier, model.layer).train(model.training)
+
+
+class NormalisedLinear(nn.Linear):
+    """A classifier whose weight vectors count by direction alone: logits phi_i . z / ||phi_i|| (CCVR 3.3)."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """The logits of a batch."""
+        return F.linear(z, F.normalize(self.weight, dim=1))
+
+    def plain(self) -> nn.Linear:
+        """The same function as an ordinary layer: where a calibrator starts from."""
+        layer = nn.Linear(self.in_features, self.out_features, bias=False).to(self.weight)
+        with torch.no_grad():
+            layer.weight.copy_(F.normalize(self.weight, dim=1))
+        return layer
+
+
+def clsnorm(model: Split) -> Split:
+    """A copy of the model whose classifier is normalised in training and at inference: CCVR's clsnorm (3.3).
+
+    >>> clsnorm(Split(nn.Flatten(), nn.Linear(16, 3))).classifier
+    NormalisedLinear(in_features=16, out_features=3, bias=False)
+    """
+    old = linear(model.classifier)
+    classifier = NormalisedLinear(old.in_features, old.out_features, bias=False).to(old.weight)
+    with torch.no_grad():
+        classifier.weight.copy_(old.weight)
+    return Split(copy.deepcopy(model.features), classifier, model.layer).train(model.training)
 
 
 def qr(classes: int, dimension: int, generator: torch.Generator) -> Tensor:
