@@ -1,16 +1,19 @@
 """Plans, networks and what surrounds a local step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from conftest import toy_data, toy_model
-from unskew.algorithms import fedavg
+from unskew.algorithms import alternating, fedavg, fedopt, moon, proximal, scaffold, server
 from unskew.engine import Cohort, batched, enter, installed, network, plan, sequential
 from unskew.errors import UsageError
-from unskew.models import Split
-from unskew.optim import SGD
+from unskew.evaluate import batches
+from unskew.models import Split, body
+from unskew.optim import SGD, momentum
 from unskew.partition import Federation
 from unskew.simulate import cohort_of, train
 from unskew.sums import plain_sum
@@ -124,8 +127,6 @@ def test_a_failure_says_where_it_happened(ragged):
     def broken(logits, labels):
         raise RuntimeError("out of cheese")
 
-    from dataclasses import replace
-
     for engine, where in ((sequential, "client 0, step 1 of 3"), (batched, "step 1")):
         with pytest.raises(RuntimeError, match="out of cheese") as failure:
             list(train(toy_model(), ragged, replace(fedavg(), criterion=broken), rounds=1, batch=8, engine=engine))
@@ -142,3 +143,111 @@ def test_a_sum_names_who_is_missing_or_strange():
     with pytest.raises(RuntimeError, match=r"\[3\] were not expected"):
         sum.add(state, [3], upload)
     assert sum.end(sum.add(state, [5], upload))["w"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_frozen_running_statistics_are_never_written(engine, ragged):
+    model = toy_model("batch")
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    rounds = list(train(model, ragged, replace(fedavg(), frozen=body), rounds=3, batch=8, lr=0.1, engine=engine))
+    for name in ("features.1.running_mean", "features.1.running_var", "features.0.weight"):
+        assert torch.equal(rounds[-1].params[name], start[name])
+    assert (rounds[-1].params["classifier.weight"] - start["classifier.weight"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_rounds_that_were_yielded_do_not_change(engine, ragged):
+    kept = []
+    for last in train(toy_model("batch"), ragged, moon(1.0), rounds=3, batch=8, lr=0.1, engine=engine):
+        kept.append((last, {name: value.clone() for name, value in last.params.items()}))
+    for last, copy in kept:
+        assert all(torch.equal(value, copy[name]) for name, value in last.params.items())
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_a_buffer_that_its_module_assigns_anew_is_followed(engine, ragged):
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+
+        def forward(self, z):
+            if self.training:
+                self.seen = 0.9 * self.seen + 0.1 * z.detach().mean(0)
+            return z
+
+    model = toy_model("none")
+    model.features.append(Average())
+    last = list(train(model, ragged, fedavg(), rounds=2, batch=8, engine=engine))[-1]
+    assert last.params["features.6.seen"].abs().sum() > 0
+
+
+def test_parameters_too_coarse_to_count_with_are_refused():
+    with pytest.raises(UsageError, match="use model.float()"):
+        network(toy_model().to(torch.bfloat16))
+
+
+def test_values_of_another_model_are_refused():
+    with pytest.raises(UsageError, match="belong to another one"):
+        installed(toy_model(), {"features.9.weight": torch.zeros(1)})
+
+
+def test_every_epoch_has_a_permutation_of_its_own():
+    rows = plan(torch.arange(40), 8, 0, 1, 0, epochs=3).rows.view(3, 40)
+    assert not torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[1], rows[2])
+
+
+def test_the_server_s_own_state_is_not_sent(ragged):
+    seen = []
+
+    def correct(grads, params, context):
+        seen.append(set(context.state))
+        return grads
+
+    method = server(replace(scaffold(3), correct=correct), momentum(0.5))
+    list(train(toy_model(), ragged, method, rounds=1, batch=8, engine=sequential))
+    assert all(seen)
+    assert not any(name.startswith("server/") for names in seen for name in names)
+
+
+def test_a_wrapper_calls_the_correction_that_it_wraps(ragged):
+    base = replace(fedavg(), correct=lambda grads, params, context: {k: 0 * g for k, g in grads.items()})
+    last = list(train(toy_model(), ragged, proximal(base, 0.5), rounds=1, batch=8, weight_decay=0.0))[-1]
+    assert all(torch.equal(value, toy_model().state_dict()[name]) for name, value in last.params.items())
+
+
+def test_tensors_that_rest_keep_their_velocity_and_their_count(ragged):
+    """The head learns first, then the body: each does half of the steps, with a momentum of its own."""
+    counts = []
+    base = fedavg()
+
+    def report(params, context, work):
+        counts.append({name: int(value) for name, value in work.steps.items()})
+        return base.report(params, context, work)
+
+    method = alternating(replace(base, report=report), 0.5)
+    client = Federation(ragged.data, ragged.clients[:1])
+    last = list(train(toy_model("none"), client, method, rounds=1, steps=4, batch=8, lr=0.1, engine=sequential))[-1]
+    assert counts[0]["classifier.weight"] == counts[0]["features.0.weight"] == 2
+    model = toy_model("none")
+    optimiser = {part: torch.optim.SGD(getattr(model, part).parameters(), lr=0.1, momentum=0.9, weight_decay=1e-5)
+                 for part in ("classifier", "features")}  # fmt: skip
+    for t, rows in enumerate(plan(ragged.clients[0], 8, 0, 1, 0, steps=4).rows):
+        ((x, y),) = batches(ragged.data, rows, dtype=torch.float64)
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimiser["classifier" if t < 2 else "features"].step()
+    for name, value in model.state_dict().items():
+        assert last.params[name] == pytest.approx(value.numpy(), abs=1e-12)
+
+
+def test_the_server_s_learning_rate_counts(ragged):
+    half, whole = (list(train(toy_model(), ragged, fedopt(lr, 0.0), rounds=1, batch=8))[-1].params for lr in (0.5, 1.0))
+    start = toy_model().state_dict()
+    for name in ("features.0.weight", "classifier.bias"):
+        assert half[name] - start[name] == pytest.approx(((whole[name] - start[name]) / 2).numpy(), abs=1e-12)
+
+
+def test_dropout_differs_between_rounds_and_clients(ragged):
+    assert len({plan(torch.arange(5), 2, 0, number, id).noise for number in (1, 2) for id in (0, 1)}) == 4

@@ -1,10 +1,13 @@
 """Calibrated heads: against scikit-learn, against slow twins, and against the ways in which others went wrong."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import Ridge
 from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from conftest import toy_data, toy_model
 from test_statistics import features, total
@@ -161,6 +164,9 @@ def test_ccvr_by_proportion_draws_in_the_proportions_of_the_data(monkeypatch):
     fitted(ccvr(50, proportional=True, epochs=1, transform="identity"), stats, head())
     fitted(ccvr(50, epochs=1, transform="identity"), stats, head())
     assert seen == [[120, 60, 20, 0], [50, 50, 50, 0]]
+    y = torch.repeat_interleave(torch.arange(4), torch.tensor([98, 1, 1, 0]))
+    fitted(ccvr(10, proportional=True, epochs=1), FeatureStats.of(z, y, 4), head())
+    assert seen[-1] == [39, 1, 1, 0]  # a rare class has one at least
 
 
 def test_ccvr_learns_to_tell_the_classes_apart():
@@ -197,9 +203,72 @@ def test_a_head_carries_the_transform_of_its_statistics(transform, make):
 def test_a_transform_after_the_sampling_stands_before_the_head_too():
     data, model = toy_data(), toy_model()
     inputs = list(batches(data, dtype=torch.float64))
-    calibrated = calibrate(model, collect(model, inputs, 5), ccvr(samples=20, epochs=1, when="after"))
+    calibrated = calibrate(
+        model, collect(model, inputs, 5), ccvr(20, epochs=1, transform="relu-tukey:0.5", when="after")
+    )
     z = model.eval().features(inputs[0][0])
     assert torch.allclose(calibrated.eval()(inputs[0][0]), calibrated.classifier[-1](z.relu() ** 0.5))
+
+
+def test_a_transform_after_the_sampling_acts_on_the_virtual_features():
+    z, y = features()
+    stats, old, power = FeatureStats.of(z, y, 4), head(), "relu-tukey:0.5"
+    new = fitted(ccvr(100, epochs=2, lr=0.01, transform=power, when="after"), stats, old)[-1]
+    draw = generator(0)
+    drawn, labels = virtual_features(stats, [100] * 4, draw)
+    twin = slow_retrain(old, drawn.relu() ** 0.5, labels, 2, 64, SGD(0.01, 0.9, 1e-5), draw)
+    assert new.weight.detach().numpy() == pytest.approx(twin.weight.detach().numpy(), abs=1e-12)
+
+
+def test_defaults_are_those_of_table_8():
+    """CCVR, Table 8, CIFAR-10 at alpha 0.05 and 0.1: written here once more, so that a change is noticed."""
+    defaults = {name: p.default for name, p in inspect.signature(ccvr).parameters.items()}
+    assert defaults == {
+        "samples": 2000, "proportional": False, "transform": "identity", "when": "before", "epochs": 10, "batch": 64,
+        "lr": 0.001, "momentum": 0.9, "weight_decay": 1e-5,
+    }  # fmt: skip
+    yardstick = {
+        name: p.default for name, p in inspect.signature(oracle).parameters.items() if p.default is not p.empty
+    }
+    assert yardstick == {
+        "transform": "identity",
+        "epochs": 50,
+        "batch": 64,
+        "lr": 0.001,
+        "momentum": 0.9,
+        "weight_decay": 1e-5,
+    }
+    assert (ffc().form, ffc().transform, ccvr().form, ccvr().transform) == ("pooled", "identity", "class", "identity")
+
+
+def test_one_collection_serves_both_calibrators_and_a_list_of_sites_is_their_sum():
+    data, model = toy_data(), toy_model()
+    sites = [collect(model, batches(data, rows, dtype=torch.float64), 5) for rows in torch.arange(60).split(20)]
+    for calibrator in (ffc(1.0), ccvr(samples=20, epochs=1)):
+        one, other = calibrate(model, sites, calibrator), calibrate(model, sites[0] + sites[1] + sites[2], calibrator)
+        assert torch.equal(one.classifier.weight, other.classifier.weight)
+
+
+def test_statistics_of_other_weights_are_refused():
+    inputs = list(batches(toy_data(), dtype=torch.float64))
+    with pytest.raises(UsageError, match="other weights"):
+        calibrate(toy_model(seed=1), collect(toy_model(seed=0), inputs, 5), ffc())
+
+
+@pytest.mark.parametrize("wrap", [weight_norm, orthogonal])
+def test_a_parametrised_head_is_replaced_by_a_plain_one(wrap):
+    z, y = features()
+    stats, old = FeatureStats.of(z, y, 4), wrap(head())
+    new, plain = fitted(ffc(), stats, old), fitted(ffc(), stats, head())
+    assert type(new) is nn.Linear
+    assert torch.allclose(new.weight, plain.weight)
+    assert torch.allclose(new.bias, plain.bias)
+
+
+def test_a_head_that_left_the_numbers_is_refused():
+    z, y = features()
+    with pytest.raises(UsageError, match="left the numbers"):
+        fitted(ccvr(samples=50, epochs=1, lr=1e300), FeatureStats.of(z, y, 4), head())
 
 
 def test_the_model_and_its_features_stay_as_they_are_and_heads_can_be_calibrated_again():
@@ -219,10 +288,13 @@ def test_oracle_is_retraining_on_the_real_features():
     data, model = toy_data(), toy_model("batch").train()
     inputs = list(batches(data, dtype=torch.float64))
     made = oracle(model, inputs, generator(3), epochs=4, lr=0.05)
+    powered = oracle(model, inputs, generator(3), transform="relu-tukey:0.5", epochs=4, lr=0.05).classifier[-1]
     assert model.training
     z = torch.cat([model.eval().features(x).detach() for x, _ in inputs])
     twin = slow_retrain(model.classifier, z, data.y, 4, 64, SGD(0.05, 0.9, 1e-5), generator(3))
     assert made.classifier.weight.detach().numpy() == pytest.approx(twin.weight.detach().numpy(), abs=1e-12)
+    twin = slow_retrain(model.classifier, z.relu() ** 0.5, data.y, 4, 64, SGD(0.05, 0.9, 1e-5), generator(3))
+    assert powered.weight.detach().numpy() == pytest.approx(twin.weight.detach().numpy(), abs=1e-12)
 
 
 def test_what_can_not_be_calibrated_is_refused():
@@ -237,7 +309,7 @@ def test_what_can_not_be_calibrated_is_refused():
     with pytest.raises(UsageError, match="form class or diagonal"):
         fitted(ccvr(transform="identity"), FeatureStats.of(z, y, 4, "pooled"), head())
     with pytest.raises(UsageError, match="taken under 'identity': collect them with transform='relu-tukey:0.5'"):
-        fitted(ccvr(), stats, head())
+        fitted(ccvr(transform="relu-tukey:0.5"), stats, head())
     with pytest.raises(UsageError, match="form class or pooled"):
         fitted(ffc(), FeatureStats.of(z, y, 4, "diagonal"), head())
     for bad in (
@@ -373,7 +445,7 @@ def test_tukey_of_negative_features_is_no_nan():
     stats = total(z - 10, y, owner, 10, transform="relu-tukey:0.5")
     assert all(torch.isfinite(part).all() for part in stats.moments)
     model = Split(nn.Identity(), head(5, 10))
-    calibrated = calibrate(model, stats, ccvr(samples=20, epochs=1))
+    calibrated = calibrate(model, stats, ccvr(samples=20, epochs=1, transform="relu-tukey:0.5"))
     assert torch.isfinite(calibrated(z - 10)).all()
 
 
@@ -381,5 +453,5 @@ def test_tukey_is_applied_before_the_moments_and_at_inference():
     z, y, owner = two_clients()
     stats = total(z, y, owner, 10, transform="relu-tukey:0.5")
     assert stats.mean[0] == pytest.approx((z[y == 0].relu() ** 0.5).mean(0).numpy(), abs=1e-12)
-    calibrated = calibrate(Split(nn.Identity(), head(5, 10)), stats, ccvr(samples=20, epochs=1))
+    calibrated = calibrate(Split(nn.Identity(), head(5, 10)), stats, ccvr(20, epochs=1, transform="relu-tukey:0.5"))
     assert torch.allclose(calibrated(z), calibrated.classifier[-1](z.relu() ** 0.5))

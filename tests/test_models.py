@@ -306,10 +306,10 @@ def test_the_linear_layer_of_a_head() -> None:
     layer = nn.Linear(4, 3)
     assert linear(layer) is layer
     assert linear(nn.Sequential(nn.ReLU(), layer)) is layer
-    assert linear(nn.Sequential(nn.Linear(2, 4), nn.Sequential(nn.ReLU(), layer))) is layer
     net = Split(nn.Flatten(), nn.Sequential(nn.ReLU(), layer))
     assert (net.dimension, net.classes) == (4, 3)
-    for bad in (nn.Conv2d(4, 3, 1), nn.Sequential(nn.ReLU())):
+    learning_before = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), layer)  # the first layer would be lost
+    for bad in (nn.Conv2d(4, 3, 1), nn.Sequential(nn.ReLU()), nn.Sequential(layer, nn.Softmax(1)), learning_before):
         with pytest.raises(UsageError, match=r"must be an nn\.Linear"):
             linear(bad)
 
@@ -607,3 +607,70 @@ def test_split_refuses(module: nn.Module, example: Tensor, says: str) -> None:
         split(module, example)
     if not isinstance(module, Strange):
         assert "Split(features, classifier) by hand" in str(caught.value)
+
+
+def shapes_inside(net: Split, x: Tensor) -> list[tuple[int, ...]]:
+    """Sides of the feature maps after each convolution, depthwise and pointwise ones included; shortcuts too."""
+    sides: list[tuple[int, ...]] = []
+    hooks = [
+        part.register_forward_hook(lambda _, __, out: sides.append(tuple(out.shape[1:3])))
+        for part in net.modules()
+        if isinstance(part, nn.Conv2d)
+    ]
+    with torch.no_grad():
+        net.eval()(x)
+    for hook in hooks:
+        hook.remove()
+    return sides
+
+
+def test_strides_are_where_the_tables_have_them() -> None:
+    """Channels and side after each convolution, read off Tables 11 and 14 for 32 x 32 images."""
+    x = torch.zeros(1, 3, 32, 32)
+    table_11 = [(32, 32), (64, 16), (64, 8), (64, 8), (128, 4), (128, 4), (256, 2)]
+    assert shapes_inside(convnet(), x) == table_11
+    table_14 = [(32, 32)]
+    blocks = [  # expansion, side after the stride, channels out, side before, times
+        (32, 32, 16, 32, 1), (96, 32, 24, 32, 1), (144, 32, 24, 32, 1), (144, 16, 32, 32, 1), (192, 16, 32, 16, 2),
+        (192, 8, 64, 16, 1), (384, 8, 64, 8, 3), (384, 8, 96, 8, 1), (576, 8, 96, 8, 2), (576, 4, 160, 8, 1),
+        (960, 4, 160, 4, 2), (960, 4, 320, 4, 1),
+    ]  # fmt: skip
+    for wide, side, out, before, times in blocks:
+        table_14 += [(wide, before), (wide, side), (out, side)] * times
+    assert shapes_inside(mobilenetv2(), x) == [*table_14, (1280, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("cnn", 5),
+        ("convnet", 7),
+        ("vgg13", 10),
+        ("resnet18", 17),
+        ("senet18", 25),
+        ("mobilenetv2", 53),
+        ("small-cnn", 3),
+    ],
+)
+def test_every_printed_relu_is_there(name: str, count: int) -> None:
+    """By the tables: one after each convolution or hidden layer, two a residual block, one more inside each squeeze."""
+    calls: list[nn.Module] = []
+    net = networks[name]().eval()
+    for part in net.modules():
+        if isinstance(part, nn.ReLU):
+            part.register_forward_hook(lambda part, *_: calls.append(part))
+    with torch.no_grad():
+        net(torch.zeros(1, 1, 8, 8) if name == "small-cnn" else torch.zeros(1, 3, 32, 32))
+    assert len(calls) == count
+
+
+def test_a_layer_that_does_more_than_it_says_is_not_cut() -> None:
+    class Cosine(nn.Linear):
+        def forward(self, z: Tensor) -> Tensor:
+            return nn.functional.linear(nn.functional.normalize(z), nn.functional.normalize(self.weight))
+
+    x = torch.randn(3, 4)
+    with pytest.raises(UsageError, match="does more than multiply"):
+        split(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), Cosine(5, 3, bias=False)), x)
+    with pytest.raises(UsageError, match="through something else"):
+        split(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Hardtanh(-50, 50)), x)

@@ -65,6 +65,16 @@ def test_dirichlet_follows_the_shares_that_it_draws():
         assert counts[:, label] == pytest.approx(100 * share, abs=1)
 
 
+def test_members_of_a_class_are_dealt_at_random():
+    """Neither the order of the examples nor their neighbourhood decides who gets them."""
+    labels = np.repeat(np.arange(4), 100)
+    for cut in (iid(4), dirichlet(4, 100.0), shards(4, 2), classes(4, 2), quantity(4, 100.0)):
+        parts = cut(labels, rng(0))
+        runs = [np.diff(part[labels[part] == label]) for part in parts for label in np.unique(labels[part])]
+        assert max(gap.max(initial=0) for gap in runs) > 1, "some client holds neighbours alone"
+        assert any(not np.array_equal(a, b) for a, b in zip(parts, cut(labels, rng(1)), strict=True))
+
+
 def test_small_alpha_is_more_skewed():
     labels = np.repeat(np.arange(10), 100)
 

@@ -95,7 +95,7 @@ def test_an_empty_client_and_a_model_of_other_classes_are_refused(ragged):
     empty = Federation(ragged.data, (*ragged.clients, torch.arange(0)))
     with pytest.raises(UsageError, match=r"clients \[3\] hold no examples"):
         next(train(toy_model(), empty, fedavg(), rounds=1))
-    with pytest.raises(UsageError, match=r"output has shape \(1, 7\), but the data have 5 classes"):
+    with pytest.raises(UsageError, match=r"output has shape \(2, 7\), but the data have 5 classes"):
         next(train(toy_model(classes=7), ragged, fedavg(), rounds=1))
 
 
@@ -123,3 +123,19 @@ def test_clients_smaller_than_a_batch_train(ragged):
     for norm in ("group", "batch"):
         last = list(train(toy_model(norm), tiny, fedavg(), rounds=1, batch=16, lr=0.1))[-1]
         assert (last.params["classifier.weight"] - toy_model(norm).classifier.weight).abs().max() > 1e-4
+
+
+def test_cohorts_differ_from_round_to_round(ragged):
+    cohorts = [r.cohort for r in train(toy_model(), ragged, fedavg(), rounds=8, batch=32, fraction=0.3)]
+    assert len(set(cohorts)) > 1
+    assert all(len(cohort) == 1 for cohort in cohorts)
+
+
+def test_the_loss_of_a_round_is_weighted_by_examples(ragged):
+    last = list(train(toy_model(), ragged, fedavg(), rounds=1, batch=8, lr=0.0))[-1]
+    alone = [
+        list(train(toy_model(), Federation(ragged.data, (rows,)), fedavg(), rounds=1, batch=1, lr=0.0))[-1].loss
+        for rows in ragged.clients
+    ]
+    assert last.loss == pytest.approx((20 * alone[0] + 5 * alone[1] + 35 * alone[2]) / 60, rel=0.1)
+    assert abs(last.loss - sum(alone) / 3) > 1e-3

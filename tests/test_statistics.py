@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from conftest import toy_data, toy_model
 from unskew.errors import DataError, UsageError
 from unskew.evaluate import batches
 from unskew.models import Split
-from unskew.statistics import FORMS, FeatureStats, collect, pack, unpack, weights_digest
+from unskew.statistics import FORMS, FeatureStats, Origin, collect, pack, unpack, weights_digest
 
 
 def features(n=300, d=6, classes=4, mean=3.0, seed=0):
@@ -120,6 +121,38 @@ def test_what_does_not_belong_together_is_not_added():
     inputs = list(batches(toy_data(), dtype=torch.float64))
     with pytest.raises(DataError, match="different weights"):
         _ = collect(model, inputs, 5) + collect(other_model, inputs, 5)
+
+
+def test_what_is_known_of_the_origin_is_kept_in_any_order():
+    z, y = features()
+    bare = FeatureStats.of(z, y, 4)
+    known = replace(bare, origin=Origin("fc", (3, 8, 8), "float32", "abc"))
+    assert (bare + known).origin == (known + bare).origin == known.origin
+    for field, value in {"layer": "head", "input_shape": (1, 8, 8), "input_dtype": "uint8"}.items():
+        with pytest.raises(DataError, match=f"different {field}"):
+            _ = known + replace(known, origin=replace(known.origin, **{field: value}))
+
+
+def test_float16_features_are_transformed_in_float64():
+    z, y = features()
+    z = z.abs().half()
+    stats = FeatureStats.of(z, y, 4, transform="relu-tukey:0.5")
+    assert stats.first.sum(0) == pytest.approx((z.double() ** 0.5).sum(0).numpy(), rel=1e-12)
+
+
+def test_a_constant_feature_has_no_negative_variance():
+    z = torch.full((1000, 2), 1e8 / 3, dtype=torch.float64)
+    stats = FeatureStats.of(z, torch.zeros(1000, dtype=torch.int64), 1, "diagonal")
+    assert (stats.covariance_of(0).diagonal() >= 0).all()
+
+
+def test_the_digest_of_weights_ignores_counters():
+    model = toy_model("batch")
+    before = weights_digest(model)
+    model.features[1].num_batches_tracked += 1
+    assert weights_digest(model) == before
+    model.features[1].running_mean += 1
+    assert weights_digest(model) != before
 
 
 def test_features_and_labels_are_checked():

@@ -108,9 +108,19 @@ def forged(path, **changes):
         ({"form": "full"}, "form is 'full'"),
         ({"precision": "int4"}, "precision is 'int4'"),
         ({"transform": "log"}, "unknown transform 'log'"),
-        ({"classes": 5}, "classes 5"),
-        ({"classes": 4.0}, "whole numbers"),
-        ({"dimension": 7}, "dimension 7"),
+        ({"classes": 5}, r"count is torch.float64 of shape \(4,\); it must be torch.float64 of shape \(5,\)"),
+        ({"classes": 4.0}, "whole number"),
+        ({"dimension": 7}, r"first is .* it must be torch.float64 of shape \(4, 7\)"),
+        ({"version": True}, "version is True"),
+        ({"version": 1.0}, "version is 1.0"),
+        ({"transform": 3}, "transform is '3'"),
+        ({"precision": []}, "precision is"),
+        ({"input_shape": 5}, "input_shape is '5'"),
+        ({"input_shape": "abc"}, "input_shape is 'abc'"),
+        ({"layer": {}}, "layer is"),
+        ({"weights": 5}, "weights is '5'"),
+        ({"examples": -1}, "examples is"),
+        ({"producer": 7}, "producer is"),
         ({"examples": 299}, "examples is 299"),
         ({"surprise": 1}, "surprise"),
         ({"drop": "layer"}, "layer"),
@@ -118,10 +128,13 @@ def forged(path, **changes):
         ({"count": torch.tensor([1.0, 2, 3, -1]).double()}, "count is negative"),
         ({"count": torch.tensor([1.0, 2, 3, 1.5]).double()}, "count is fractional"),
         ({"count": torch.tensor([1.0, 2, 3, float("nan")]).double()}, "count holds NaN"),
-        ({"count": torch.zeros(3).double()}, "count has shape"),
+        ({"count": torch.zeros(3).double()}, "count is torch.float64 of shape"),
         ({"first": torch.full((4, 6), float("inf")).double()}, "first holds NaN or infinite"),
         ({"second": torch.full((4, 21), float("nan")).double()}, "second holds NaN"),
-        ({"first": torch.zeros(4, 6)}, "float64"),
+        ({"first": torch.zeros(4, 6)}, "first is torch.float32"),
+        ({"first": torch.zeros(4, 6, dtype=torch.int64)}, "first is torch.int64"),
+        ({"second": torch.zeros(1, 21).double()}, "second is torch.float64 of shape"),
+        ({"second": -torch.ones(4, 21).double()}, "second is smaller than the square of first allows"),
         ({"count": torch.tensor([300.0, 0, 0, 0]).double()}, "first is not zero for class 1"),
     ],
 )  # fmt: skip
@@ -131,6 +144,41 @@ def test_forged_contents_are_refused_naming_file_and_field(stats, path, changes,
     with pytest.raises(DataError, match=message) as refusal:
         FeatureStats.load(path)
     assert "site_a" in str(refusal.value)
+
+
+@pytest.mark.parametrize("form", ["class", "pooled", "diagonal"])
+def test_moments_that_no_features_have_are_refused_in_every_form(stats, path, form):
+    stats = stats.reduced(form)
+    wrong = FeatureStats(stats.count, 10 * stats.first, stats.second, form, stats.transform)
+    with pytest.raises(DataError, match="second is smaller"):
+        wrong.save(path)
+
+
+def test_lower_precision_files_are_checked_before_anything_is_computed(stats, path):
+    """A mean of one row would be spread over 20,000 classes: a bomb of 240 kB."""
+    stats.save(path, "float32")
+    for changes, message in (
+        ({"mean": torch.zeros(1, 6)}, "mean is torch.float32 of shape"),
+        ({"scatter": torch.zeros(1, 21)}, "scatter is torch.float32 of shape"),
+        ({"mean": torch.zeros(4, 6, dtype=torch.float16)}, "mean is torch.float16"),
+        ({"scatter": torch.zeros(())}, "scatter is torch.float32 of shape"),
+    ):
+        stats.save(path, "float32")
+        forged(path, **changes)
+        with pytest.raises(DataError, match=message):
+            FeatureStats.load(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, "{", ""])
+def test_a_header_that_is_no_json_is_refused(stats, path, text):
+    stats.save(path)
+    with safe_open(path, "pt") as file:
+        payload = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = {name: value for name, value in file.metadata().items() if name != "digest"}
+    header["layer"] = text
+    save_file(payload, path, {**header, "digest": statistics_file.seal(payload, header)})
+    with pytest.raises(DataError, match="site_a"):
+        FeatureStats.load(path)
 
 
 def test_other_files_are_refused(tmp_path, stats):
@@ -146,7 +194,7 @@ def test_other_files_are_refused(tmp_path, stats):
     with pytest.raises(DataError, match="first holds NaN"):
         broken.save(tmp_path / "x.stats")
     with pytest.raises(DataError, match="too large for precision"):
-        FeatureStats(stats.count, stats.first * 1e60, stats.second * 1e60).save(tmp_path / "x.stats", "float32")
+        FeatureStats(stats.count, stats.first * 1e60, stats.second * 1e120).save(tmp_path / "x.stats", "float32")
     assert not (tmp_path / "x.stats").exists()
 
 

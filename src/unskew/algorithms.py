@@ -42,9 +42,9 @@ class Output(NamedTuple):
 
 
 class Net(Protocol):
-    """A network as a function of its tensors; `train=False` is evaluation mode."""
+    """A network as a function of its tensors, in eval mode unless `train`."""
 
-    def __call__(self, tree: Tree, x: Tensor, train: bool = True) -> Output:
+    def __call__(self, tree: Tree, x: Tensor, train: bool = False) -> Output:
         """One forward pass."""
 
 
@@ -281,7 +281,7 @@ def moon(mu: float = 1.0, tau: float = 0.5, weight: str = "examples") -> Algorit
     base = fedavg(weight)
 
     def penalty(net: Net, params: Tree, batch: Batch, output: Output, context: Context) -> Tensor:
-        anchors = [net(tree, batch.x, train=False).features for tree in (context.server, context.memory)]
+        anchors = [net(tree, batch.x).features for tree in (context.server, context.memory)]
         similar = torch.stack([F.cosine_similarity(output.features, z) for z in anchors], 1) / tau  # (B, 2)
         return mu * F.cross_entropy(similar, torch.zeros_like(batch.y))
 

@@ -85,10 +85,10 @@ class Network:
     modes: Mapping[bool, nn.Module]
     tree: Tree  # the module's own values
     learnable: frozenset[str]
-    moving: frozenset[str]  # running statistics: in a training pass those inside `tree` are updated in place
+    moving: frozenset[str]  # running statistics
 
-    def __call__(self, tree: Tree, x: Tensor, train: bool = True) -> Output:
-        """One forward pass with these tensors."""
+    def __call__(self, tree: Tree, x: Tensor, train: bool = False) -> Output:
+        """One forward pass with these tensors; in training mode it writes the running statistics inside `tree`."""
         return functional_call(self.modes[train], tree, (x,))
 
 
@@ -122,13 +122,18 @@ def network(model: Split) -> Network:
     buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
     tree = {name: value.detach().clone() for name, value in {**parameters, **buffers}.items()}
     learnable = frozenset(name for name, value in parameters.items() if value.requires_grad)
+    low = [name for name in learnable if torch.finfo(tree[name].dtype).bits < 32]
+    if low:
+        raise UsageError(f"parameters are {tree[low[0]].dtype}, too coarse to count and to average: use model.float()")
     return Network(modes, tree, learnable, frozenset(buffers))
 
 
 def installed(model: Split, tree: Tree) -> Split:
     """A copy of the model that holds the values of `tree`."""
     model = copy.deepcopy(model)
-    model.load_state_dict(tree, strict=False)
+    strange = model.load_state_dict(tree, strict=False).unexpected_keys
+    if strange:
+        raise UsageError(f"the model has no tensors {', '.join(strange[:3])}: these values belong to another one")
     return model
 
 
@@ -156,14 +161,14 @@ def local_step(net: Network, algorithm: Algorithm, sgd: SGD) -> Callable[[Local,
     trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
 
     def step(local: Local, batch: Batch, context: Context, progress: Tensor) -> Local:
-        constant = pick(local.model, lambda name: not trainable(name) and not moves(name))
+        constant = pick(local.model, lambda name: not trainable(name) and name not in net.moving)
 
         def objective(learnt: Tree) -> tuple[Tensor, Tree]:
-            moving = each(torch.clone, pick(local.model, moves))  # the forward pass writes into these
-            model = {**constant, **learnt, **moving}
-            output = net(model, batch.x)
+            written = each(torch.clone, pick(local.model, net.moving.__contains__))  # by the forward pass
+            model = {**constant, **learnt, **written}
+            output = net(model, batch.x, train=True)
             loss = algorithm.criterion(output.logits, batch.y)
-            return loss + algorithm.penalty(net, model, batch, output, context), moving
+            return loss + algorithm.penalty(net, model, batch, output, context), pick(model, moves)
 
         learnt = pick(local.model, trainable)
         grads, (loss, moving) = grad_and_value(objective, has_aux=True)(learnt)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.errors import UsageError, lookup
@@ -42,19 +43,18 @@ def body(name: str) -> bool:
 
 
 def linear(classifier: nn.Module) -> nn.Linear:
-    """Return the linear layer of a head: the head itself, or the last `nn.Linear` in an `nn.Sequential`.
+    """Return the linear layer of a head: the head itself, or the only one with parameters, and the last, in a sequence.
 
     >>> linear(nn.Sequential(nn.ReLU(), nn.Linear(4, 3)))
     Linear(in_features=4, out_features=3, bias=True)
     """
-    inside = classifier.modules() if isinstance(classifier, nn.Linear | nn.Sequential) else ()
-    layers = [part for part in inside if isinstance(part, nn.Linear)]
-    if not layers:
+    *before, last = classifier if isinstance(classifier, nn.Sequential) and len(classifier) else (classifier,)
+    if not isinstance(last, nn.Linear) or any(True for part in before for _ in part.parameters()):
         raise UsageError(
-            f"a classifier must be an nn.Linear, or an nn.Sequential that holds one, not "
-            f"{type(classifier).__name__}: put what stands before the linear layer and that layer into one"
+            f"a classifier must be an nn.Linear, or an nn.Sequential that ends in one and has no other "
+            f"parameters, not {classifier}: what learns before the last linear layer belongs to the features"
         )
-    return layers[-1]
+    return last
 
 
 class Split(nn.Module):
@@ -207,13 +207,18 @@ def split(module: nn.Module, example: Any) -> Split:
         raise refusal(f"{told(layer)} is used {called.count(layer)} times in one pass")
 
     # A ReLU, say, may have had nothing to do on this example: so the layer answers once with both signs.
-    probe = torch.linspace(-3, 3, output.numel()).view_as(output).to(output)  # (B, C)
+    probe = torch.linspace(-1e4, 1e4, output.numel()).view_as(output).to(output)  # (B, C)
     hook = layer.register_forward_hook(lambda *_: probe.clone())
     with torch.no_grad():
         steered = features(example)
     hook.remove()
     if not _same(steered, probe):
         raise refusal(beyond)
+
+    z = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight)
+    with torch.no_grad():
+        if not _same(layer(z), F.linear(z, layer.weight, layer.bias), 1e-4):
+            raise refusal(f"{told(layer)} does more than multiply by its weight and add its bias")
 
     for parent in list(features.modules()):
         # Not named_children(), which skips a second name of the same child.

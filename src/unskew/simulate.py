@@ -78,8 +78,8 @@ def train(
     tree = {name: value.to(device) for name, value in net.tree.items()}
     for module in net.modes.values():
         module.to(device)
-    sample = normalise(data.x[:1], data.mean, data.std, next(iter(tree.values())).dtype)
-    check_width(net(tree, sample, train=False).logits, data.classes)
+    sample = normalise(data.x[:2], data.mean, data.std, next(iter(tree.values())).dtype)
+    check_width(net(tree, sample).logits, data.classes)
     if resume is None:
         params, state, clients, first = tree, algorithm.init(seen(net, algorithm, tree)), {}, 1
     else:

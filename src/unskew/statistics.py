@@ -13,7 +13,7 @@ The second moment comes in four forms, a ladder of bandwidth: "class" (a matrix 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,19 @@ class Origin:
     input_shape: tuple[int, ...] | None = None
     input_dtype: str | None = None
     weights: str | None = None  # digest of the weights that made the features
+
+    def joined(self, other: Origin) -> Origin:
+        """What both say, or either where the other does not know; refuse what contradicts itself."""
+        values = {}
+        for name, mine in asdict(self).items():
+            theirs = getattr(other, name)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise DataError(
+                    f"statistics of different {name} can't be added: {mine!r} and {theirs!r}; "
+                    "collect both with the same model on the same kind of data"
+                )
+            values[name] = mine if mine is not None else theirs
+        return Origin(**values)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class FeatureStats:
             raise UsageError(f"form is {self.form!r}: allowed are {', '.join(FORMS)}")
         Transform(self.transform)
         classes, dimension = self.first.shape if self.first.ndim == 2 else (-1, -1)
-        expected = {"count": (classes,), "second": _second_shape(self.form, classes, dimension)}
+        expected = {"count": (classes,), "second": second_shape(self.form, classes, dimension)}
         for name, shape in expected.items():
             found = tuple(getattr(self, name).shape)
             if found != shape:
@@ -78,7 +91,7 @@ class FeatureStats:
         if form not in FORMS:
             raise UsageError(f"form is {form!r}: allowed are {', '.join(FORMS)}")
         first = torch.zeros(classes, dimension, dtype=torch.float64)
-        second = first.new_zeros(_second_shape(form, classes, dimension))
+        second = first.new_zeros(second_shape(form, classes, dimension))
         return cls(first.new_zeros(classes), first, second, form, transform)
 
     @classmethod
@@ -90,10 +103,10 @@ class FeatureStats:
 
     def _include(self, z: Tensor, y: Tensor) -> None:
         """Add the moments of a batch in place: a large total is not copied for each batch."""
-        if z.ndim != 2 or z.shape[1] != self.dimension or y.shape != z.shape[:1]:
+        if z.ndim != 2 or z.shape[1] != self.dimension or y.shape != z.shape[:1] or y.is_floating_point():
             raise DataError(
-                f"features must be (n, {self.dimension}) and labels (n,); "
-                f"they are {tuple(z.shape)} and {tuple(y.shape)}"
+                f"features must be (n, {self.dimension}) and labels (n,), whole numbers; "
+                f"they are {tuple(z.shape)} and {tuple(y.shape)}, {y.dtype}"
             )
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.classes:
             raise DataError(
@@ -121,14 +134,9 @@ class FeatureStats:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 raise DataError(f"statistics of different {name} can't be added: {mine!r} and {theirs!r}")
-        mine, theirs = self.origin.weights, other.origin.weights
-        if mine and theirs and mine != theirs:
-            raise DataError(
-                f"statistics of different weights can't be added: {mine[:12]}... and {theirs[:12]}...; "
-                "collect both with the same model"
-            )
+        origin = self.origin.joined(other.origin)
         count, first, second = (a + b for a, b in zip(self.moments, other.moments, strict=True))
-        return replace(self, count=count, first=first, second=second)
+        return replace(self, count=count, first=first, second=second, origin=origin)
 
     def to(self, device: torch.device | str) -> FeatureStats:
         """The same statistics on another device."""
@@ -205,8 +213,7 @@ class FeatureStats:
         elif form == "pooled" and self.form == "class":
             second = self.second.sum(0)
         elif form == "diagonal" and self.form == "class":
-            diagonal = torch.arange(self.dimension, device=self.second.device)
-            second = self.second[:, diagonal * self.dimension - diagonal * (diagonal - 1) // 2]
+            second = self.second[:, diagonal(self.dimension).to(self.second.device)]
         else:
             raise UsageError(f"form {form!r} can't be derived from form {self.form!r}: collect again")
         return replace(self, second=second, form=form)
@@ -242,7 +249,14 @@ def unpack(packed: Tensor, dimension: int) -> Tensor:
     return matrix
 
 
-def _second_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
+def diagonal(dimension: int) -> Tensor:
+    """Where the diagonal of a matrix stands in its packed triangle: (d,)."""
+    row = torch.arange(dimension)
+    return row * dimension - row * (row - 1) // 2
+
+
+def second_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
+    """The shape of `second` in a form."""
     triangle = dimension * (dimension + 1) // 2
     return {
         "class": (classes, triangle),

@@ -11,6 +11,7 @@ covers header and payload, so that a file with any bit changed is refused. Nothi
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,45 @@ from torch import Tensor
 from unskew import __version__
 from unskew.errors import DataError, UnskewError, UsageError
 from unskew.results import load_tree, save_tree, seal
-from unskew.statistics import FORMS, FeatureStats, Origin, pack
+from unskew.statistics import FORMS, FeatureStats, Origin, diagonal, pack, second_shape
 from unskew.tree import Tree
 
 VERSION = 1
 PRECISIONS = {"float64": torch.float64, "float32": torch.float32}
-LATER = ("held_out", "random_features", "privacy")  # reserved: null in this version
-FIELDS = (
-    "version", "classes", "dimension", "form", "transform", "precision", "examples", "layer", "input_shape",
-    "input_dtype", "weights", *LATER, "producer",
-)  # fmt: skip
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _text(value: Any) -> bool:
+    return value is None or type(value) is str
+
+
+def _nothing(value: Any) -> bool:
+    return value is None
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header holds, and what each may be
+    "version": (lambda v: type(v) is int and v == VERSION, f"this Unskew reads version {VERSION}"),
+    "classes": (_whole, "it must be a whole number above 0"),
+    "dimension": (_whole, "it must be a whole number above 0"),
+    "form": (lambda v: type(v) is str and v in FORMS, f"allowed are {', '.join(FORMS)}"),
+    "transform": (lambda v: type(v) is str, "it must be a text"),
+    "precision": (lambda v: type(v) is str and v in PRECISIONS, f"allowed are {', '.join(PRECISIONS)}"),
+    "examples": (lambda v: type(v) is int and v >= 0, "it must be a whole number"),
+    "layer": (_text, "it must be a text or null"),
+    "input_shape": (
+        lambda v: v is None or (type(v) is list and all(map(_whole, v))),
+        "it must be a list of sizes or null",
+    ),
+    "input_dtype": (_text, "it must be a text or null"),
+    "weights": (_text, "it must be a text or null"),
+    "held_out": (_nothing, "this Unskew can't use it: take a later one"),
+    "random_features": (_nothing, "this Unskew can't use it: take a later one"),
+    "privacy": (_nothing, "this Unskew can't use it: take a later one"),
+    "producer": (_text, "it must be a text"),
+}
 
 
 def save(stats: FeatureStats, path: Path, precision: str = "float64") -> None:
@@ -67,36 +97,19 @@ def load(path: Path) -> FeatureStats:
         raise DataError(f"{path}: digest does not fit the contents; the file was damaged or changed: ask for it again")
     try:
         header = {name: json.loads(value) for name, value in metadata.items()}
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}: header is not JSON ({error})") from None
-    if header.get("version") != VERSION:
-        raise DataError(
-            f"{path}: version is {header.get('version')!r}; this Unskew reads version {VERSION}: take another"
-        )
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: the header is not JSON ({error})") from None
+    if "version" in header and not FIELDS["version"][0](header["version"]):  # first: others may have other fields
+        raise DataError(f"{path}: version is {header['version']!r}; {FIELDS['version'][1]}")
     if set(header) != set(FIELDS):
         raise DataError(f"{path}: header fields {sorted(set(header) ^ set(FIELDS))} are missing or unknown")
-    for name in LATER:
-        if header[name] is not None:
-            raise DataError(f"{path}: {name} is {header[name]!r}; this Unskew can't use it: take a later one")
-    if header["form"] not in FORMS:
-        raise DataError(f"{path}: form is {header['form']!r}; allowed are {', '.join(FORMS)}")
-    if header["precision"] not in PRECISIONS:
-        raise DataError(f"{path}: precision is {header['precision']!r}; allowed are {', '.join(PRECISIONS)}")
-    if not _plain_int(header["classes"]) or not _plain_int(header["dimension"]):
-        raise DataError(
-            f"{path}: classes and dimension must be whole numbers, not {header['classes']!r}, {header['dimension']!r}"
-        )
-    shape = tuple(header["input_shape"]) if header["input_shape"] is not None else None
-    origin = Origin(header["layer"], shape, header["input_dtype"], header["weights"])
+    for name, (fits, words) in FIELDS.items():
+        if not fits(header[name]):
+            raise DataError(f"{path}: {name} is {str(header[name])[:80]!r}; {words}")
     try:
-        stats = _decoded(payload, header, origin)
-    except (UnskewError, KeyError, RuntimeError) as error:
+        stats = _decoded(payload, header)
+    except UnskewError as error:
         raise DataError(f"{path}: {error}") from None
-    if (stats.classes, stats.dimension) != (header["classes"], header["dimension"]):
-        raise DataError(
-            f"{path}: first has shape {tuple(stats.first.shape)}, the header says classes {header['classes']} and "
-            f"dimension {header['dimension']}"
-        )
     check(stats, str(path))
     if int(stats.count.sum()) != header["examples"]:
         raise DataError(f"{path}: examples is {header['examples']}, but count adds up to {int(stats.count.sum())}")
@@ -126,9 +139,16 @@ def check(stats: FeatureStats, where: str) -> None:
         if len(wrong):
             raise DataError(f"{where}: {name} is not zero for class {int(wrong[0])}, of which count is 0")
 
-
-def _plain_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    least = stats.first**2 / stats.count.clamp(min=1)[:, None]  # (C, d): second moments are no smaller, by Cauchy
+    if stats.form == "diagonal":
+        squares = stats.second
+    elif stats.form == "none":
+        squares = least
+    else:
+        squares = stats.second[..., diagonal(stats.dimension)]  # (C, d) or (d,)
+        least = least if stats.form == "class" else least.sum(0)
+    if (squares < least - 1e-6 * (least + squares.abs())).any():
+        raise DataError(f"{where}: second is smaller than the square of first allows: no features have such moments")
 
 
 def _encoded(stats: FeatureStats, dtype: torch.dtype) -> Tree:
@@ -139,20 +159,33 @@ def _encoded(stats: FeatureStats, dtype: torch.dtype) -> Tree:
     return {"mean": stats.mean.to(dtype), "scatter": scatter.to(dtype)}
 
 
-def _decoded(payload: Tree, header: dict[str, Any], origin: Origin) -> FeatureStats:
-    names = {"count", "first", "second"} if header["precision"] == "float64" else {"count", "mean", "scatter"}
-    if set(payload) != names:
+def _decoded(payload: Tree, header: dict[str, Any]) -> FeatureStats:
+    """The statistics of a payload; every tensor has its type and shape before anything is computed."""
+    classes, dimension, form = header["classes"], header["dimension"], header["form"]
+    dtype = PRECISIONS[header["precision"]]
+    second = second_shape(form, classes, dimension)
+    names = ("first", "second") if dtype == torch.float64 else ("mean", "scatter")
+    expected = {
+        "count": (torch.float64, (classes,)),
+        names[0]: (dtype, (classes, dimension)),
+        names[1]: (dtype, second),
+    }
+    if set(payload) != set(expected):
         raise DataError(
-            f"it holds the tensors {sorted(payload)}; precision {header['precision']!r} needs {sorted(names)}"
+            f"it holds the tensors {sorted(payload)}; precision {header['precision']!r} needs {list(expected)}"
         )
-    count, form = payload["count"], header["form"]
-    if header["precision"] == "float64":
-        first, second = payload["first"], payload["second"]
-    else:
-        mean = payload["mean"].double()
-        first = mean * count[:, None]
-        second = payload["scatter"].double() + _second_of_means(count, mean, form)
-    return FeatureStats(count, first, second, form, header["transform"], origin)
+    for name, (kind, shape) in expected.items():
+        found = payload[name]
+        if found.dtype != kind or tuple(found.shape) != shape:
+            raise DataError(
+                f"{name} is {found.dtype} of shape {tuple(found.shape)}; it must be {kind} of shape {shape}"
+            )
+    count, one, two = (payload[name].double() for name in expected)
+    if dtype != torch.float64:
+        one, two = one * count[:, None], two + _second_of_means(count, one, form)
+    inputs = tuple(header["input_shape"]) if header["input_shape"] is not None else None
+    origin = Origin(header["layer"], inputs, header["input_dtype"], header["weights"])
+    return FeatureStats(count, one, two, form, header["transform"], origin)
 
 
 def _second_of_means(count: Tensor, mean: Tensor, form: str) -> Tensor:

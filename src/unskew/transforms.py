@@ -36,7 +36,8 @@ class Transform(nn.Module):
             or not 0 < self.power < 100
         ):
             raise UsageError(f"unknown transform {name!r}: allowed are {EXAMPLES}")
-        self.name, self.kind = name, kind
+        self.kind = kind
+        self.name = f"relu-tukey:{self.power:g}" if kind == "relu-tukey" else kind  # one name for "0.5" and ".50"
 
     def forward(self, z: Tensor) -> Tensor:
         """Transform a batch of features."""

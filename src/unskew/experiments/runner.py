@@ -34,7 +34,7 @@ from unskew.heads import Calibrator, calibrate
 from unskew.models import Split
 from unskew.optim import schedules
 from unskew.partition import Federation, table
-from unskew.results import Record, appended, rewrite
+from unskew.results import Record, appended, rewrite, seal
 from unskew.seeds import generator
 from unskew.simulate import Round, train
 from unskew.statistics import FeatureStats, collect
@@ -91,7 +91,7 @@ def run(
 
 def _try(experiment: Experiment, model: Split, data: Dataset) -> None:
     """Refuse a network, or crops, that do not fit the images: one example goes through both."""
-    score(model, itertools.islice(batches(data, test=True, size=1), 1), data.classes)
+    score(model, itertools.islice(batches(data, test=True, size=2), 1), data.classes)
     if experiment.augment:
         gather(data.x[:1].cpu(), torch.zeros(1, dtype=torch.int64), draw_crops((1,), torch.Generator()))
 
@@ -120,6 +120,7 @@ def _start(experiment: Experiment, model: Split, federation: Federation) -> Reco
         "versions": {"unskew": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores",
         "parameters": sum(value.numel() for value in model.parameters()),
+        "contents": {"data": seal({"x": data.x, "y": data.y}, {}), "network": seal(model.state_dict(), {})},
         "labels": list(data.labels),
         "table": table(data.y.cpu(), tuple(part.cpu() for part in federation.clients), data.classes).tolist(),
     }
@@ -133,7 +134,9 @@ def _round(round: Round, scores: Record) -> Record:
 
 def _kept(records: list[Record], reached: int, start: Record, history: Path) -> list[Record]:
     """The records of the rounds up to a checkpoint; refuse those of other data or another network."""
-    changed = [key for key in ("labels", "table", "parameters") if records and records[0].get(key) != start[key]]
+    changed = [
+        key for key in ("labels", "table", "parameters", "contents") if records and records[0].get(key) != start[key]
+    ]
     if changed:
         raise DataError(f"{history}: the data or the network have changed since this run began ({', '.join(changed)})")
     kept = [record for record in records if record["kind"] == "start" or record.get("round", math.inf) <= reached]
