@@ -17,7 +17,7 @@ from pathlib import Path
 from unskew.experiments import Experiment
 
 HEADS = (
-    "ccvr:when=before", "ccvr:when=after", "ccvr:transform=identity", "ccvr:transform=identity:samples=100", "ffc",
+    "ccvr:transform=relu-tukey:0.5:when=before", "ccvr:transform=relu-tukey:0.5:when=after", "ccvr", "ccvr:samples=100", "ffc",
     "ffc:transform=relu-tukey:0.5", "ffc:transform=unit", "oracle:epochs=10",
 )  # fmt: skip
 
