@@ -17,8 +17,8 @@ from pathlib import Path
 from unskew.experiments import Experiment
 
 HEADS = (
-    "ccvr:transform=relu-tukey:0.5:when=before", "ccvr:transform=relu-tukey:0.5:when=after", "ccvr", "ccvr:samples=100", "ffc",
-    "ffc:transform=relu-tukey:0.5", "ffc:transform=unit", "oracle:epochs=10",
+    "ccvr:transform=relu-tukey:0.5:when=before", "ccvr:transform=relu-tukey:0.5:when=after", "ccvr",
+    "ccvr:samples=100", "ffc", "ffc:transform=relu-tukey:0.5", "ffc:transform=unit", "oracle:epochs=10",
 )  # fmt: skip
 
 
