@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,7 +55,9 @@ def subprocess_of(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
     """Start a command as a user would."""
     command = [sys.executable, "-m", "unskew", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=ENVIRONMENT, **pipes, **options)
+    # a background job of a shell ignores Ctrl-C, and so would what it starts
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    return subprocess.Popen(command, env=ENVIRONMENT, **pipes, **heard, **options)
 
 
 def child_of(arguments: list[str], errors: Path, largest_file: int | None = None) -> multiprocessing.Process:

@@ -231,7 +231,7 @@ WRONG = {
     "no function": (["--model", "own.py:net"], "own.py has no function 'net'"),
     "no function but a value": (["--model", "own.py:value"], "own.py has no function 'value'"),
     "other width": (["--model", "own.py:wide"], "the data have 3 classes"),
-    "broken model": (["--model", "own.py:broken"], "NameError: name 'undefined_name' is not defined (own.py, line 9)"),
+    "broken model": (["--model", "own.py:broken"], "NameError: name 'undefined_name' is not defined ("),
     "failing model": (["--model", "own.py:fails"], "which fails: RuntimeError"),
     "no model": (["--model", "own.py:nothing"], "nothing returned int, not an nn.Module"),
     "no linear layer": (["--model", "own.py:unlinear"], "can't cut Flatten before its last linear layer"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import json
 import os
 import re
@@ -44,6 +45,9 @@ def app() -> None:
 
 def main() -> None:
     """Run the command line and turn refusals into a message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no arrow shows a question mark
     try:
         code = app(prog_name="unskew", standalone_mode=False)
     except click.exceptions.Exit as stop:
@@ -130,7 +134,7 @@ def run(
     """
     from unskew.experiments.folder import holds_run, stored
 
-    given = {**(read_toml(config) if config else {}), **_given(context, options)}
+    given = _absolute({**(read_toml(config) if config else {}), **_given(context, options)})
     if resume and out and holds_run(out):
         experiment = replace(stored(out), **given)
     elif resume and out and not given:
@@ -141,6 +145,17 @@ def run(
     records = _followed(experiment, out, resume, as_json)
     if not as_json:
         _report(records, out)
+
+
+def _absolute(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with the paths of files and folders in full: a run may go on from another folder."""
+    for name in ("data", "model"):
+        path, colon, function = (
+            str(given.get(name, "")).rpartition(":") if name == "model" else (given.get(name), "", "")
+        )
+        if path and Path(path).exists():
+            given[name] = str(Path(path).resolve()) + colon + function
+    return given
 
 
 def _name(experiment: Experiment) -> str:
@@ -190,7 +205,13 @@ def _watched(records: Iterator[Record], rounds: int) -> Iterator[Record]:
                 task = progress.add_task("training", total=rounds, now="")
             elif record["kind"] == "round":
                 accuracy = f", accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
-                progress.update(task, completed=record["round"], now=f"loss {record['loss']:.3f}{accuracy}")
+                now, doing = (
+                    f"loss {record['loss']:.3f}{accuracy}",
+                    "training" if record["round"] < rounds else "calibrating",
+                )
+                progress.update(task, completed=record["round"], now=now, description=doing)
+                if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
+                    print(f"round {record['round']} of {rounds}: {now}", file=sys.stderr, flush=True)
             elif record["kind"] == "calibration":
                 progress.update(task, description=f"calibrated: {record['name']}")
             yield record
@@ -219,7 +240,7 @@ def _report(records: list[Record], out: Path) -> None:
 def _table(first: str, *columns: str, title: str | None = None) -> Table:
     """A table whose first column is text and whose others are numbers."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold")
+    table.add_column(first, overflow="fold", min_width=8)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -173,6 +173,12 @@ def local_step(net: Network, algorithm: Algorithm, sgd: SGD) -> Callable[[Local,
         learnt = pick(local.model, trainable)
         grads, (loss, moving) = grad_and_value(objective, has_aux=True)(learnt)
         grads = algorithm.correct(grads, local.model, context)
+        if not isinstance(grads, dict) or {k: g.shape for k, g in grads.items()} != {
+            k: w.shape for k, w in learnt.items()
+        }:
+            raise UsageError(
+                "an algorithm's `correct` must return a gradient of the same shape for every name that it got"
+            )
         velocity = sgd.velocity(grads, learnt, local.velocity)
         moved = each(lambda w, v: w - sgd.lr * v, learnt, velocity)
         steps = each(lambda count: count + 1, local.steps)

@@ -38,3 +38,9 @@ def lookup(kind: str, name: str, table: Mapping[str, Item]) -> Item:
     near = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
     hint = f": did you mean {near[0]!r}?" if near else "."
     raise UsageError(f"unknown {kind} {name!r}{hint} There are: {', '.join(table)}")
+
+
+def expect(name: str, value: object, kind: type, remedy: str) -> None:
+    """Refuse an argument of another type than can be meant."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} is {type(value).__name__}, not {kind.__name__}: {remedy}")

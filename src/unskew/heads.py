@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unskew.errors import UsageError
+from unskew.errors import UsageError, expect
 from unskew.models import Split, evaluating, linear
 from unskew.optim import SGD
 from unskew.spheres import NormalisedLinear
 from unskew.statistics import FeatureStats, weights_digest
 from unskew.transforms import Transform
+
+log = logging.getLogger(__name__)
 
 PAPER = SGD(lr=0.001, momentum=0.9, weight_decay=1e-5)  # CCVR Table 8, calibration, CIFAR-10
 
@@ -67,11 +70,17 @@ def calibrate(
     calibrator: Calibrator,
     generator: torch.Generator | None = None,
 ) -> Split:
-    """A copy of the model with the classifier that `calibrator` makes of all clients' statistics: a list, or a sum.
+    """A copy of the model, in the same mode, with the classifier that `calibrator` makes.
 
-    Statistics that were collected with other weights than this model's are refused.
+    `stats` are all clients' statistics, as a list or added up. Those that were collected with other weights than this
+    model's are refused.
     """
+    expect("model", model, Split, "cut it first: split(module, example)")
+    expect("calibrator", calibrator, Calibrator, "call its factory: ffc()")
     total = stats if isinstance(stats, FeatureStats) else functools.reduce(operator.add, stats)
+    absent = (total.count == 0).nonzero().flatten().tolist()
+    if absent:
+        log.warning("no client has examples of classes %s: the new classifier can't know them", absent)
     if total.origin.weights not in (None, weights_digest(model)):
         raise UsageError("the statistics were collected with other weights than this model's: collect them again")
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
@@ -98,7 +107,7 @@ def ccvr(
     """
     if samples < 1:
         raise UsageError(f"samples is {samples}: each class needs at least 1 virtual feature")
-    _check_training(epochs, batch, lr, momentum, weight_decay)
+    check_training(epochs, batch, lr, momentum, weight_decay)
     if when not in ("before", "after"):
         raise UsageError(f"when is {when!r}: allowed are 'before' (the moments) and 'after' (the sampling)")
     before, after = (transform, "identity") if when == "before" else ("identity", transform)
@@ -213,7 +222,7 @@ def oracle(
 
     For simulations only: it needs what no client may send. `batches` hold every client's examples; Table 8's settings.
     """
-    _check_training(epochs, batch, lr, momentum, weight_decay)
+    check_training(epochs, batch, lr, momentum, weight_decay)
     old = _plain(model.classifier)
     with evaluating(model), torch.no_grad():
         features, labels = zip(*((model.features(x), y) for x, y in batches), strict=True)
@@ -225,7 +234,7 @@ def oracle(
 # ---------------------------------------------------------------------------------------------- small parts
 
 
-def _check_training(epochs: int, batch: int, lr: float, momentum: float, weight_decay: float) -> None:
+def check_training(epochs: int, batch: int, lr: float, momentum: float, weight_decay: float) -> None:
     """Refuse settings of a re-training that can't be meant."""
     if epochs < 1 or batch < 1:
         raise UsageError(f"epochs and batch must be at least 1; they are {epochs} and {batch}")

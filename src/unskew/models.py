@@ -143,7 +143,7 @@ class Features(nn.Module):
 
 def _same(left: Tensor, right: Tensor, tolerance: float = 0.0) -> bool:
     """Whether two tensors agree in shape, type and, up to the tolerance, in value."""
-    if left.shape != right.shape or left.dtype != right.dtype:
+    if left.is_nested or left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.allclose(left, right, rtol=tolerance, atol=tolerance, equal_nan=True)
 

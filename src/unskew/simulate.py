@@ -17,7 +17,7 @@ import torch
 from unskew.algorithms import Algorithm, Client
 from unskew.data import normalise
 from unskew.engine import Cohort, Engine, batched, enter, network, plan, seen
-from unskew.errors import UsageError
+from unskew.errors import UsageError, expect
 from unskew.evaluate import check_width
 from unskew.models import Split
 from unskew.optim import SGD, Schedule, constant
@@ -70,8 +70,17 @@ def train(
     at `lr` times the `schedule`'s factor. Clients that are absent keep what they keep. Raises `Diverged` when the
     loss is no number any more.
     """
+    expect("model", model, Split, "cut it first: split(module, example)")
+    expect("federation", federation, Federation, "make one: federate(data, dirichlet(10, 0.1))")
+    expect("algorithm", algorithm, Algorithm, "call its factory: fedavg()")
+    for name, function in (("schedule", schedule), ("engine", engine)):
+        if function is not None and not callable(function):
+            raise UsageError(
+                f"{name} is {function!r}, which can't be called: give the function, such as cosine() or batched"
+            )
     _check(federation, rounds=rounds, epochs=epochs, steps=steps, batch=batch, lr=lr, momentum=momentum,
            weight_decay=weight_decay, fraction=fraction)  # fmt: skip
+    check_batch(batch, len(federation.data.y))
     net, schedule, sum = network(model), schedule or constant(), sum or plain_sum()
     data = federation.data
     device = data.y.device
@@ -125,6 +134,12 @@ def cohort_of(clients: int, fraction: float, seed: int, round: int) -> list[int]
 def round_half_up(value: float) -> int:
     """The nearest whole number; Python's own rounding would make 2 of 2.5."""
     return math.floor(value + 0.5)
+
+
+def check_batch(batch: int, examples: int) -> None:
+    """Refuse a batch that repeats all the data there are many times over."""
+    if batch > max(examples, 1024):
+        raise UsageError(f"batch is {batch}, but there are {examples} training examples in all: use a smaller one")
 
 
 def _check(federation: Federation, **given: float | None) -> None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from unskew.errors import DataError, UsageError
+from unskew.errors import DataError, UsageError, expect
 from unskew.models import Split, evaluating
 from unskew.results import seal
 from unskew.transforms import Transform
@@ -137,6 +138,11 @@ class FeatureStats:
         origin = self.origin.joined(other.origin)
         count, first, second = (a + b for a, b in zip(self.moments, other.moments, strict=True))
         return replace(self, count=count, first=first, second=second, origin=origin)
+
+    def __radd__(self, other: object) -> FeatureStats:
+        if other == 0:  # where sum() begins
+            return self
+        return NotImplemented
 
     def to(self, device: torch.device | str) -> FeatureStats:
         """The same statistics on another device."""
@@ -271,16 +277,18 @@ def second_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
 
 def collect(
     model: Split,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Any, Tensor]],
     classes: int,
     form: str = "class",
     transform: str = "identity",
 ) -> FeatureStats:
     """All that a client has to call: the moments of its features, from batches of (inputs, labels).
 
+    Inputs are what the model takes: a tensor or, for one that `split` has cut, also a tuple or a mapping of arguments.
     The model is in eval mode meanwhile, no gradients are kept, one batch is held at a time, and every module's mode
     is as before afterwards. An iterable without batches gives statistics of zero examples.
     """
+    expect("model", model, Split, "cut it first: split(module, example)")
     total = FeatureStats.zero(classes, model.dimension, form, transform)
     origin = Origin(layer=model.layer, weights=weights_digest(model))
     with evaluating(model), torch.no_grad():
@@ -288,7 +296,9 @@ def collect(
             z = model.features(x)
             total = total.to(z.device)
             total._include(z, y.to(z.device))
-            origin = replace(origin, input_shape=tuple(x.shape[1:]), input_dtype=str(x.dtype).removeprefix("torch."))
+            if isinstance(x, Tensor):  # inputs of several parts have no one shape
+                kind = str(x.dtype).removeprefix("torch.")
+                origin = replace(origin, input_shape=tuple(x.shape[1:]), input_dtype=kind)
     return replace(total, origin=origin)
 
 

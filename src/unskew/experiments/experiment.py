@@ -56,7 +56,7 @@ class Experiment:
     rounds: int = _about(20, "rounds of training", COUNT)
     epochs: int = _about(10, "passes over its data that a client makes in a round", COUNT)
     steps: int | None = _about(None, "SGD steps of a client in a round, instead of epochs", COUNT)
-    batch: int = _about(64, "examples in a batch", COUNT)
+    batch: int = _about(64, "examples in a batch; a client that has fewer repeats them", COUNT)
     lr: float = _about(0.01, "learning rate of the clients", NOT_NEGATIVE)
     momentum: float = _about(0.9, "momentum of the clients' SGD", DECAY)
     weight_decay: float = _about(1e-5, "weight decay of the clients' SGD", NOT_NEGATIVE)

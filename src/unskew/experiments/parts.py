@@ -20,7 +20,7 @@ from unskew.download import Progress
 from unskew.engine import engines
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, converted, parse
-from unskew.heads import Calibrator, calibrators, oracle
+from unskew.heads import Calibrator, calibrators, check_training, oracle
 from unskew.models import Split, build, split
 from unskew.partition import Federation, federate, partitions
 from unskew.seeds import generator
@@ -58,6 +58,7 @@ Yardstick = Callable[[Split, Iterable[tuple[Tensor, Tensor]], torch.Generator], 
 
 def yardstick(transform: str = "identity", epochs: int = 50, lr: float = 0.001) -> Yardstick:
     """Re-train on the real features of all clients, which nobody may send: the yardstick of a simulation."""
+    check_training(epochs, 1, lr, 0.0, 0.0)
     return functools.partial(oracle, transform=Transform(transform).name, epochs=epochs, lr=lr)
 
 

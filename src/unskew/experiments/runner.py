@@ -25,7 +25,7 @@ from unskew import __version__
 from unskew.data import Dataset, draw_crops, gather
 from unskew.download import Progress
 from unskew.engine import engines, installed
-from unskew.errors import DataError, lookup
+from unskew.errors import DataError, UsageError, lookup
 from unskew.evaluate import batches, score
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import claim, examine, load_round, save_model, save_round
@@ -36,7 +36,7 @@ from unskew.optim import schedules
 from unskew.partition import Federation, table
 from unskew.results import Record, appended, rewrite, seal
 from unskew.seeds import generator
-from unskew.simulate import Round, train
+from unskew.simulate import Round, check_batch, train
 from unskew.statistics import FeatureStats, collect
 
 
@@ -90,8 +90,16 @@ def run(
 
 
 def _try(experiment: Experiment, model: Split, data: Dataset) -> None:
-    """Refuse a network, or crops, that do not fit the images: one example goes through both."""
-    score(model, itertools.islice(batches(data, test=True, size=2), 1), data.classes)
+    """Refuse a batch, a network or crops that do not fit the data: two examples go through the network."""
+    check_batch(experiment.batch, len(data.y))
+    try:
+        score(model, itertools.islice(batches(data, test=True, size=2), 1), data.classes)
+    except RuntimeError as error:
+        shape = " x ".join(map(str, data.x.shape[1:]))
+        raise UsageError(
+            f"the network {experiment.model!r} can't take examples of {shape} ({str(error).splitlines()[0]}): "
+            "choose another --model, or make the images square"
+        ) from None
     if experiment.augment:
         gather(data.x[:1].cpu(), torch.zeros(1, dtype=torch.int64), draw_crops((1,), torch.Generator()))
 
