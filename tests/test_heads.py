@@ -17,6 +17,7 @@ from unskew.heads import calibrate, ccvr, ffc, oracle, retrain, root, virtual_fe
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import generator
+from unskew.spheres import clsnorm, spherical
 from unskew.statistics import FeatureStats, collect
 
 
@@ -325,6 +326,18 @@ def test_what_can_not_be_calibrated_is_refused():
     ):
         with pytest.raises(UsageError):
             bad()
+
+
+def test_the_global_generator_is_left_alone():
+    data, model = toy_data(), toy_model()
+    inputs = list(batches(data, dtype=torch.float64))
+    stats = collect(model, inputs, 5)
+    before = torch.get_rng_state()
+    calibrate(model, stats, ffc(1.0))
+    calibrate(model, stats, ccvr(samples=5, epochs=1))
+    oracle(model, inputs, generator(0), epochs=1)
+    calibrate(clsnorm(spherical(model)), collect(spherical(model), inputs, 5), ffc(1.0))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_equal_generators_give_equal_heads():

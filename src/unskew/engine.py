@@ -203,8 +203,7 @@ def local_step(net: Network, algorithm: Algorithm, sgd: SGD) -> Callable[[Local,
 
 def enter(net: Network, algorithm: Algorithm, tree: Tree) -> Client:
     """A client on its first visit."""
-    own = pick(tree, lambda name: _ours(net, algorithm, name) and not algorithm.shared(name))
-    return Client(own, algorithm.enroll(seen(net, algorithm, tree), tree))
+    return Client(_own(net, algorithm, tree), algorithm.enroll(seen(net, algorithm, tree), tree))
 
 
 def seen(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
@@ -221,8 +220,8 @@ def leave(
     upload, memory = algorithm.report(seen(net, algorithm, local.model), context, work)
     moves = _moving(net, algorithm)
     statistics = sub(pick(local.model, lambda name: moves(name) and algorithm.shared(name)), context.start)
-    own = pick(local.model, lambda name: _ours(net, algorithm, name) and not algorithm.shared(name))
-    return {**upload, **prefix("statistics", scale(statistics, examples)), "examples": examples}, Client(own, memory)
+    upload = {**upload, **prefix("statistics", scale(statistics, examples)), "examples": examples}
+    return upload, Client(_own(net, algorithm, local.model), memory)
 
 
 def settle(net: Network, algorithm: Algorithm, tree: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
@@ -240,8 +239,10 @@ def _moving(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
     return lambda name: name in net.moving and not algorithm.frozen(name)
 
 
-def _ours(net: Network, algorithm: Algorithm, name: str) -> bool:
-    return (name in net.learnable or name in net.moving) and not algorithm.frozen(name)
+def _own(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
+    """What stays with a client of its model: all that changes and is not shared."""
+    trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
+    return pick(tree, lambda name: (trainable(name) or moves(name)) and not algorithm.shared(name))
 
 
 # ---------------------------------------------------------------------------------------------- all clients of a round

@@ -8,8 +8,9 @@ remedy. `lookup` is the one way to find something by name; it answers a misspell
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import TypeVar
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
@@ -44,3 +45,20 @@ def expect(name: str, value: object, kind: type, remedy: str) -> None:
     """Refuse an argument of another type than can be meant."""
     if not isinstance(value, kind):
         raise UsageError(f"{name} is {type(value).__name__}, not {kind.__name__}: {remedy}")
+
+
+Allowed = tuple[Callable[[Any], bool], str]  # a test of a value, and the words for it
+
+ANY: Allowed = (lambda value: True, "")
+COUNT: Allowed = (lambda value: 1 <= value < math.inf, "at least 1")
+NOT_NEGATIVE: Allowed = (lambda value: 0 <= value < math.inf, "0 or more")
+POSITIVE: Allowed = (lambda value: 0 < value < math.inf, "above 0")
+SHARE: Allowed = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+DECAY: Allowed = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+
+
+def check_number(name: str, value: object, allowed: Allowed) -> None:
+    """Refuse a number outside of what is allowed; one that is not a number is outside of everything."""
+    fits, words = allowed
+    if not fits(value):
+        raise UsageError(f"{name} is {value}: it must be {words}")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import UsageError, expect
-from unskew.models import Split, evaluating, linear
+from unskew.models import Split, evaluating, linear, linear_of
 from unskew.optim import SGD
 from unskew.spheres import NormalisedLinear
 from unskew.statistics import FeatureStats, weights_digest
@@ -165,7 +165,7 @@ def retrain(
             grad = error.T @ z[rows] / len(rows) + sgd.weight_decay * weight
             velocity.mul_(sgd.momentum).add_(grad)
             weight.sub_(velocity, alpha=sgd.lr)
-    return _linear(old, weight[:, : old.in_features], None if old.bias is None else weight[:, -1])
+    return linear_of(weight[:, : old.in_features], None if old.bias is None else weight[:, -1])
 
 
 # ---------------------------------------------------------------------------------------------- FFC
@@ -188,11 +188,11 @@ def ffc(ridge: float = 0.0, transform: str = "identity") -> Calibrator:
     def fit(stats: FeatureStats, old: nn.Linear, generator: torch.Generator) -> nn.Module:
         gram, cross = stats.gram, stats.cross  # (d, d), (d, C)
         if old.bias is None:
-            return _behind(_linear(old, solve(gram, cross, ridge).T, None), transform)
+            return _behind(linear_of(solve(gram, cross, ridge).T.to(old.weight)), transform)
         total, count = stats.first.sum(0), stats.count.sum()
         mean, prior = total / count, stats.count / count  # (d,), (C,)
         weight = solve(gram - torch.outer(total, mean), cross - torch.outer(total, prior), ridge).T
-        return _behind(_linear(old, weight, prior - weight @ mean), transform)
+        return _behind(linear_of(weight.to(old.weight), (prior - weight @ mean).to(old.weight)), transform)
 
     return Calibrator("ffc", "pooled", Transform(transform).name, fit)
 
@@ -249,16 +249,6 @@ def _plain(classifier: nn.Module) -> nn.Linear:
     """The ordinary linear layer of a classifier."""
     old = linear(classifier)
     return old.plain() if isinstance(old, NormalisedLinear) else old
-
-
-def _linear(old: nn.Linear, weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """An ordinary layer of these values, where and as precise as the old one."""
-    head = nn.Linear(old.in_features, old.out_features, bias is not None).to(old.weight)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-        if bias is not None:
-            head.bias.copy_(bias)
-    return head
 
 
 def _behind(head: nn.Linear, transform: str) -> nn.Module:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from unskew.errors import UsageError, lookup
 
@@ -55,6 +56,18 @@ def linear(classifier: nn.Module) -> nn.Linear:
             f"parameters, not {classifier}: what learns before the last linear layer belongs to the features"
         )
     return last
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
+    """Return a linear layer that holds copies of these values; unlike making one and filling it, it draws nothing."""
+    classes, dimension = weight.shape
+    given = {"bias": bias is not None, "device": weight.device, "dtype": weight.dtype}
+    layer = skip_init(kind, dimension, classes, **given)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    return layer
 
 
 class Split(nn.Module):

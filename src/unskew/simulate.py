@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from unskew.algorithms import Algorithm, Client
 from unskew.data import normalise
 from unskew.engine import Cohort, Engine, batched, enter, network, plan, seen
-from unskew.errors import UsageError, expect
+from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, SHARE, UsageError, check_number, expect
 from unskew.evaluate import check_width
 from unskew.models import Split
 from unskew.optim import SGD, Schedule, constant
@@ -144,17 +144,13 @@ def check_batch(batch: int, examples: int) -> None:
 
 def _check(federation: Federation, **given: float | None) -> None:
     """Refuse settings that can't be meant."""
-    one: tuple[Callable[[float], bool], str] = (lambda value: 1 <= value < math.inf, "at least 1")
-    positive: tuple[Callable[[float], bool], str] = (lambda value: 0 <= value < math.inf, "0 or more")
     allowed = {
-        "rounds": one, "epochs": one, "steps": one, "batch": one, "lr": positive, "weight_decay": positive,
-        "momentum": (lambda value: 0 <= value < 1, "at least 0 and below 1"),
-        "fraction": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        "rounds": COUNT, "epochs": COUNT, "steps": COUNT, "batch": COUNT, "lr": NOT_NEGATIVE,
+        "weight_decay": NOT_NEGATIVE, "momentum": DECAY, "fraction": SHARE,
     }  # fmt: skip
     for name, value in given.items():
-        fits, text = allowed[name]
-        if value is not None and not fits(value):
-            raise UsageError(f"{name} is {value}: it must be {text}")
+        if value is not None:
+            check_number(name, value, allowed[name])
     empty = [id for id, indices in enumerate(federation.clients) if not len(indices)]
     if empty:
         raise UsageError(f"clients {empty} hold no examples: leave them out, or cut with min_size of at least 1")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.errors import UsageError, lookup
-from unskew.models import Split, linear
+from unskew.models import Split, linear, linear_of
 from unskew.transforms import Transform
 
 log = logging.getLogger(__name__)
@@ -45,8 +45,7 @@ def spherical(model: Split, rows: str = "qr", generator: torch.Generator | None 
         place = tammes
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
     weight = place(old.out_features, old.in_features, generator)
-    classifier = nn.Linear(old.in_features, old.out_features, bias=False).requires_grad_(False).to(old.weight)
-    classifier.weight.copy_(weight)
+    classifier = linear_of(weight.to(old.weight)).requires_grad_(False)
     features = nn.Sequential(copy.deepcopy(model.features), Transform("unit"))
     return Split(features, classifier, model.layer).train(model.training)
 
@@ -60,10 +59,7 @@ class NormalisedLinear(nn.Linear):
 
     def plain(self) -> nn.Linear:
         """The same function as an ordinary layer: where a calibrator starts from."""
-        layer = nn.Linear(self.in_features, self.out_features, bias=False).to(self.weight)
-        with torch.no_grad():
-            layer.weight.copy_(F.normalize(self.weight, dim=1))
-        return layer
+        return linear_of(F.normalize(self.weight, dim=1))
 
 
 def clsnorm(model: Split) -> Split:
@@ -72,10 +68,7 @@ def clsnorm(model: Split) -> Split:
     >>> clsnorm(Split(nn.Flatten(), nn.Linear(16, 3))).classifier
     NormalisedLinear(in_features=16, out_features=3, bias=False)
     """
-    old = linear(model.classifier)
-    classifier = NormalisedLinear(old.in_features, old.out_features, bias=False).to(old.weight)
-    with torch.no_grad():
-        classifier.weight.copy_(old.weight)
+    classifier = linear_of(linear(model.classifier).weight, kind=NormalisedLinear)
     return Split(copy.deepcopy(model.features), classifier, model.layer).train(model.training)
 
 

@@ -12,22 +12,25 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import DataError, UsageError, lookup
+from unskew.errors import (
+    ANY,
+    COUNT,
+    DECAY,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Allowed,
+    DataError,
+    UsageError,
+    check_number,
+    lookup,
+)  # fmt: skip
 from unskew.results import digest
-
-Allowed = tuple[Callable[[float], bool], str]  # a test of a value, and the words for it
-
-ANY: Allowed = (lambda value: True, "")
-COUNT: Allowed = (lambda value: value >= 1, "at least 1")
-NOT_NEGATIVE: Allowed = (lambda value: value >= 0, "0 or more")
-POSITIVE: Allowed = (lambda value: value > 0, "above 0")
-SHARE: Allowed = (lambda value: 0 < value <= 1, "above 0 and at most 1")
-DECAY: Allowed = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 
 def _about(default: Any, text: str, allowed: Allowed = ANY) -> Any:
@@ -82,9 +85,7 @@ class Experiment:
             fitting = type(value) is kind
             if not fitting or (kind is float and not math.isfinite(value)):
                 raise UsageError(f"{name} is {value!r}, which is not {_named(kind)}")
-            fits, words = self.__dataclass_fields__[name].metadata["allowed"]
-            if not fits(value):
-                raise UsageError(f"{name} is {value}: it must be {words}")
+            check_number(name, value, self.__dataclass_fields__[name].metadata["allowed"])
 
     @property
     def digest(self) -> str:
