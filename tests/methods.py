@@ -25,8 +25,8 @@ from unskew.algorithms import (
 )  # fmt: skip
 from unskew.models import body, head
 from unskew.optim import ServerOptimiser, momentum
-from unskew.spheres import spherical
 from unskew.tree import each, prefix, under, zeros
+from unskew.variants import spherical
 
 
 def momentum_of_absolutes(beta=0.5):

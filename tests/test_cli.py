@@ -17,6 +17,8 @@ from unskew import Experiment, __version__, cli
 from unskew.experiments.folder import stored
 from unskew.results import read
 
+ROOT = Path(__file__).parents[1]
+
 FILES = ["checkpoint.safetensors", "experiment.json", "history.png", "labels.png", "model.safetensors",
          "per_class.png", "records.jsonl"]  # fmt: skip
 
@@ -233,10 +235,20 @@ WRONG = {
     "other width": (["--model", "own.py:wide"], "the data have 3 classes"),
     "broken model": (["--model", "own.py:broken"], "NameError: name 'undefined_name' is not defined ("),
     "failing model": (["--model", "own.py:fails"], "which fails: RuntimeError"),
-    "no model": (["--model", "own.py:nothing"], "nothing returned int, not an nn.Module"),
+    "no model": (["--model", "own.py:nothing"], "own.py:nothing': it returned int, not an nn.Module"),
     "no linear layer": (["--model", "own.py:unlinear"], "can't cut Flatten before its last linear layer"),
     "broken file": (["--model", "broken.py:net"], "SyntaxError"),
     "network too deep": (["--model", "vgg13"], "vgg13"),
+    "two head policies": (["--method", "fedrep+on_sphere", "--personal", "own"], "do not combine"),
+    "two bases": (["--method", "fednova+moon"], "do not combine: they settle the base method differently"),
+    "no local part": (["--personal", "own"], "fedavg has no local part"),
+    "local part": (["--method", "fedrep"], "add --personal own"),
+    "method's file": (["--method", "no.py:mine"], "method is 'no.py:mine': there is no file 'no.py'"),
+    "method's function": (["--method", "own.py:mine"], "own.py has no function 'mine'"),
+    "no method": (["--method", "own.py:nothing"], "returned int, not an Algorithm"),
+    "broken method": (["--method", "fednova+own.py:broken"], "NameError: name 'undefined_name' is not defined ("),
+    "rows": (["--method", "on_sphere:rows=cube"], "unknown placement of rows 'cube'"),
+    "recalibrate": (["--recalibrate", "ffc:every=9"], "it would never happen"),
     "augment": (["--data", "small.npz", "--augment"], "don't augment"),
 }  # fmt: skip
 
@@ -371,7 +383,7 @@ def test_the_list_of_everything() -> None:
     everything = unskew("list")
     assert everything.code == 0
     some = {"data": "tiny-imagenet", "models": "mobilenetv2", "partitions": "dirichlet", "methods": "fedavgm",
-            "calibrators": "oracle"}  # fmt: skip
+            "calibrators": "oracle", "personal": "own"}  # fmt: skip
     for kind, name in some.items():
         answer = unskew("list", kind)
         assert answer.code == 0
@@ -379,7 +391,47 @@ def test_the_list_of_everything() -> None:
         assert name in answer.out
         assert name in everything.out
         assert not any(other in answer.out.split() for value, other in some.items() if value != kind)
-    assert "mu=0.01" in unskew("list", "methods").out
+
+
+def test_every_method_has_one_line_with_its_source_and_its_options() -> None:
+    from unskew.methods import pieces
+
+    lines = unskew("list", "methods").out.splitlines()
+    for name, piece in pieces.items():
+        (line,) = (line for line in lines if line.split()[:1] == [name])
+        assert piece.about in line
+        assert piece.source in line
+        assert all(f"{option}={value}" in line for option, value in piece.options.items())
+
+
+def test_methods_as_the_papers_write_them(data, here) -> None:
+    answer = unskew("run", *tiny(data, method="fednova+on_sphere"), "--out", "run")
+    assert answer.code == 0
+    assert "fednova+on_sphere over" in answer.out
+    assert re.search(r"In each round a client received [\d.]+ kB and sent [\d.]+ kB\.", answer.out)
+    assert unskew("run", *tiny(data, method="fednova+on_sphere")).code == 0
+    assert any(path.name.startswith("blobs-fednova+on_sphere-") for path in (here / "runs").iterdir())
+
+
+def test_a_method_of_ones_own_from_another_folder(data, here) -> None:
+    (here / "mine.py").write_text((ROOT / "examples" / "your_own_algorithm.py").read_text())
+    spec = "fednova+mine.py:clipped:norm=0.5+on_sphere"
+    assert unskew("run", *tiny(data, method=spec), "--out", "run").code == 0
+    assert read(here / "run" / "records.jsonl")[0]["experiment"]["method"] == spec.replace(
+        "mine.py", str(here / "mine.py")
+    )
+    assert unskew("run", *tiny(data, method="mine.py:fedexp")).code == 0
+    (folder,) = (here / "runs").iterdir()
+    assert folder.name.startswith("blobs-mine.py-fedexp-")
+
+
+def test_personal_models_are_shown(data, here) -> None:
+    answer = unskew("run", *tiny(data, method="fedrep", personal="own,head:epochs=1", calibrate="auto"), "--out", "run")
+    assert answer.code == 0, answer.err
+    assert re.search(r"own +[\d.]+ ± [\d.]+ +[\d.]+", answer.out)
+    assert re.search(r"head:epochs=1 +[\d.]+ ± [\d.]+", answer.out)
+    assert "mean ± standard deviation over clients" in answer.out
+    assert not (here / "run" / "per_class.png").exists()
 
 
 def test_an_unknown_kind_is_refused() -> None:

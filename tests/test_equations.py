@@ -8,6 +8,7 @@ from torch import nn
 from unskew.algorithms import fedadagrad, fedadam, fedavg, fedavgm, feddyn, fednova, fedprox, fedyogi, moon, scaffold
 from unskew.data import dataset
 from unskew.engine import batched, sequential
+from unskew.methods import method
 from unskew.models import Split
 from unskew.partition import Federation
 from unskew.simulate import train
@@ -225,3 +226,112 @@ def test_moon(engine):
         before = v
     assert last.params["features.weight"].numpy() == pytest.approx(v, abs=1e-6)
     assert last.params["classifier.weight"].numpy() == pytest.approx(w, abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- policies of the head
+
+
+def two_layers():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Split(nn.Linear(4, 5, bias=False), nn.Linear(5, CLASSES, bias=False)).double()
+
+
+def inputs_of(federation, client):
+    data, rows = federation.data, federation.clients[client].numpy()
+    return (data.x.numpy()[rows].astype(np.float64) - data.mean.numpy()) / data.std.numpy(), data.y.numpy()[rows]
+
+
+def entropy(logits, y):
+    return (np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]).mean()
+
+
+def error(logits, y):
+    return ((logits - np.eye(CLASSES)[y]) ** 2).mean()
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def slope(loss, v, w):
+    """The gradients of loss(v, w) by differences."""
+    grads = []
+    for which in (0, 1):
+        grad = np.zeros_like((v, w)[which])
+        for index in np.ndindex(*grad.shape):
+            sides = []
+            for sign in (1, -1):
+                moved = [v.copy(), w.copy()]
+                moved[which][index] += sign * 1e-6
+                sides.append(loss(*moved))
+            grad[index] = (sides[0] - sides[1]) / 2e-6
+        grads.append(grad)
+    return grads
+
+
+def by_hand(federation, start, forward, criterion, learns, home=(False, False), pull=0.0, rounds=2, steps=4):
+    """FedAvg of plain SGD on V and W: `learns(t)` says which of them move in step t, `home` which are never averaged,
+    `pull` is a proximal strength on W.
+    """
+    server, own = list(start), [list(start), list(start)]
+    for _ in range(rounds):
+        for k in (0, 1):
+            x, y = inputs_of(federation, k)
+            v, w = (own[k][i] if home[i] else server[i] for i in (0, 1))
+            w0 = w
+            for t in range(steps):
+                gv, gw = slope(lambda v, w: criterion(forward(x, v, w), y), v, w)  # noqa: B023
+                gw = gw + pull * (w - w0)
+                v, w = (a - LR * g if now else a for a, g, now in zip((v, w), (gv, gw), learns(t), strict=True))
+            own[k] = [v, w]
+        server = [server[i] if home[i] else 0.6 * own[0][i] + 0.4 * own[1][i] for i in (0, 1)]
+    return server, own
+
+
+def both(t):
+    return True, True
+
+
+def body_only(t):
+    return True, False
+
+
+def plain_logits(x, v, w):
+    return x @ v.T @ w.T
+
+
+HEADS = {
+    "clsprox:mu=0.5": (plain_logits, entropy, both, {"pull": 0.5}),
+    "clsnorm": (lambda x, v, w: x @ v.T @ unit(w).T, entropy, both, {}),
+    "clsnorm+clsprox:mu=0.5": (lambda x, v, w: x @ v.T @ unit(w).T, entropy, both, {"pull": 0.5}),
+    "frozen_head": (plain_logits, entropy, body_only, {}),
+    "fedbabu": (plain_logits, entropy, body_only, {}),
+    "mse": (plain_logits, error, both, {}),
+    "ce:temperature=3": (lambda x, v, w: 3 * plain_logits(x, v, w), entropy, both, {}),
+    "unit_features+ce:temperature=4": (lambda x, v, w: 4 * unit(x @ v.T) @ w.T, entropy, both, {}),
+    "on_sphere": (lambda x, v, w: unit(x @ v.T) @ w.T, error, body_only, {}),
+    "on_sphere:rows=he": (lambda x, v, w: unit(x @ v.T) @ w.T, error, body_only, {}),
+    "lg_fedavg": (plain_logits, entropy, both, {"home": (True, False)}),
+    "fedrep": (plain_logits, entropy, lambda t: (t >= 2, t < 2), {"home": (False, True)}),
+    "fedrep:share=0.25": (plain_logits, entropy, lambda t: (t >= 1, t < 1), {"home": (False, True)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+@pytest.mark.parametrize("spec", HEADS)
+def test_policies_of_the_head(spec, engine, federation):
+    forward, criterion, learns, options = HEADS[spec]
+    found = method(spec)
+    model = found.variant(two_layers(), torch.Generator().manual_seed(1))
+    tree = {name: value.detach().numpy().copy() for name, value in model.state_dict().items()}
+    names = [next(name for name in tree if name.startswith(part)) for part in ("features", "classifier")]
+    server, own = by_hand(federation, [tree[name] for name in names], forward, criterion, learns, **options)
+    settings = {"rounds": 2, "steps": 4, "batch": 12, "lr": LR, "momentum": 0.0, "weight_decay": 0.0, "engine": engine}
+    last = list(train(model, federation, found.algorithm, **settings))[-1]
+    for place, name in enumerate(names):
+        if options.get("home", (False, False))[place]:
+            for k in (0, 1):
+                assert last.clients[k].own[name].numpy() == pytest.approx(own[k][place], abs=1e-6)
+        else:
+            assert last.params[name].numpy() == pytest.approx(server[place], abs=1e-6)

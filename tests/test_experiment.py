@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, asdict, fields, replace
 import pytest
 
 from unskew import DataError, Experiment, UsageError
-from unskew.experiments.experiment import converted, parse, read_toml, types_of_fields
+from unskew.experiments.experiment import read_toml, types_of_fields
 from unskew.experiments.parts import calibrators_of
 
 
@@ -89,24 +89,6 @@ def test_a_bad_toml_file_is_refused_by_name(tmp_path, text, kind, words) -> None
 def test_a_missing_toml_file_is_refused(tmp_path) -> None:
     with pytest.raises(UsageError, match=r"no\.toml: there is no such file"):
         Experiment.read(tmp_path / "no.toml")
-
-
-def test_specs() -> None:
-    assert parse("fedavg") == ("fedavg", {})
-    assert parse(" ccvr:transform=relu-tukey:0.5:samples=9") == (
-        "ccvr",
-        {"transform": "relu-tukey:0.5", "samples": "9"},
-    )
-    with pytest.raises(UsageError, match=r"'0\.1' is not of the form option=value"):
-        parse("fedprox:0.1")
-    defaults = {"count": 1, "share": 0.5, "flag": False, "text": "a"}
-    given = {"count": "3", "share": "1e-3", "flag": "TRUE", "text": "b:c"}
-    assert converted("x", given, defaults) == {"count": 3, "share": 0.001, "flag": True, "text": "b:c"}
-    for name, text in (("count", "1.5"), ("share", "x"), ("share", "inf"), ("flag", "1"), ("count", "")):
-        with pytest.raises(UsageError, match=f"{name} is '{text}', which is not"):
-            converted("x", {name: text}, defaults)
-    with pytest.raises(UsageError, match="unknown option in 'x': 'shar': did"):
-        converted("x", {"shar": "1"}, defaults)
 
 
 def test_calibrators_by_name() -> None:

@@ -17,8 +17,8 @@ from unskew.heads import calibrate, ccvr, ffc, oracle, retrain, root, virtual_fe
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import generator
-from unskew.spheres import clsnorm, spherical
 from unskew.statistics import FeatureStats, collect
+from unskew.variants import clsnorm, spherical
 
 
 def head(d=6, classes=4, bias=True, dtype=torch.float64):

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,8 +57,10 @@ def wait_until(true, process) -> None:
         {"fraction": 0.5, "method": "fedprox:mu=0.1", "schedule": "cosine"},
         {"norm": "batch", "engine": "batched", "augment": True},
         {"central": True, "steps": 3},
+        {"method": "scaffold+on_sphere:rows=simplex", "fraction": 0.5},
+        {"method": "moon", "recalibrate": "ffc:every=2:ridge=1"},
     ],
-    ids=["server state", "fraction", "batched", "central"],
+    ids=["server state", "fraction", "batched", "central", "composed", "recalibrated"],
 )
 def test_a_stopped_iterator_goes_on_bit_for_bit(data, tmp_path, changed) -> None:
     experiment = experiment_of(data, **changed)
@@ -442,9 +445,11 @@ def accuracy(path: Path, data: Path) -> float:
     return score(load_model(path), batches(loaded, test=True), loaded.classes).accuracy
 
 
-def test_written_models_are_as_good_as_their_records_say(data, tmp_path) -> None:
+@pytest.mark.parametrize("method", ["fedavg", "fednova+on_sphere", "clsnorm+clsprox", "moon+projection:width=5",
+                                    "frozen_head:rows=simplex", "on_sphere:rows=tammes"])  # fmt: skip
+def test_written_models_are_as_good_as_their_records_say(data, tmp_path, method) -> None:
     calibrate = "ffc,ffc:transform=unit,ccvr:samples=50:epochs=1,oracle:epochs=1"
-    records = list(run(experiment_of(data, calibrate=calibrate, norm="batch"), tmp_path / "run"))
+    records = list(run(experiment_of(data, calibrate=calibrate, norm="batch", method=method), tmp_path / "run"))
     made = [record for record in records if record["kind"] == "calibration"]
     assert [record["name"] for record in made] == ["none", *calibrate.split(",")]
     for record in made:
@@ -492,3 +497,107 @@ def test_a_loaded_model_is_ready_for_use_and_leaves_the_global_generator_alone(d
     model = load_model(tmp_path / "run" / "calibrated-ffc.safetensors")
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not any(part.training for part in model.modules())
+
+
+# ---------------------------------------------------------------------------------------------- methods, in runs
+
+
+def kinds(records: list) -> list[str]:
+    return [record["kind"] for record in records if record["kind"] != "round"]
+
+
+def test_a_run_counts_what_travels(data, tmp_path) -> None:
+    starts = {
+        method: next(run(experiment_of(data, method=method), tmp_path / method))["bytes"]
+        for method in ("fedavg", "frozen_head", "scaffold")
+    }
+    head = 4 * (64 * 3 + 3)
+    assert starts["fedavg"]["down"] - starts["frozen_head"]["down"] == head
+    assert starts["fedavg"]["up_in_papers"] - starts["frozen_head"]["up_in_papers"] == head
+    assert starts["scaffold"]["up_in_papers"] == 2 * starts["fedavg"]["up_in_papers"]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize(
+    ("method", "personal"),
+    [("fedavg", "all:epochs=1,head,ffc"), ("fedbabu", "head:epochs=2:lr=0.1"), ("lg_fedavg", "own"),
+     ("fedrep", "own,head"), ("fednova+on_sphere", "head,ffc:ridge=0.1"), ("scaffold+lg_fedavg", "own"),
+     ("moon+fedrep", "own"), ("fedopt+fedbabu", "head")],
+)  # fmt: skip
+def test_personal_runs(data, tmp_path, method, personal, engine) -> None:
+    experiment = experiment_of(data, method=method, personal=personal, calibrate="auto", engine=engine)
+    records = list(run(experiment, tmp_path / "run"))
+    specs = personal.split(",")
+    assert kinds(records) == ["start", *["personal"] * len(specs), "end"]
+    made = [record for record in records if record["kind"] == "personal"]
+    assert [record["name"] for record in made] == specs
+    for record in made:
+        assert record["mean"] == pytest.approx(np.mean(record["accuracies"]))
+        assert record["deviation"] == pytest.approx(np.std(record["accuracies"]))
+    assert sum(map(len, (record["accuracies"] for record in made))) > 0
+    table = np.array(records[0]["table"])
+    assert table.sum() < 60 + 21  # train and test merged, less what is held out
+    if "own" in personal:  # the last round already was about the clients' own models
+        last = [record for record in records if record["kind"] == "round"][-1]
+        sizes = 81 - table.sum()
+        assert last["accuracy"] * sizes == pytest.approx(round(last["accuracy"] * sizes))
+    again = list(run(experiment, tmp_path / "again"))
+    assert [r["accuracies"] for r in again if r["kind"] == "personal"] == [r["accuracies"] for r in made]
+
+
+def test_a_personal_run_that_stops_goes_on_bit_for_bit(data, tmp_path) -> None:
+    experiment = experiment_of(data, method="fedrep", personal="own,head", calibrate="none")
+    list(run(experiment, tmp_path / "whole"))
+    for stop in (2, 4, 6):
+        running = run(experiment, tmp_path / str(stop))
+        list(itertools.islice(running, stop))
+        running.close()
+        list(run(experiment, tmp_path / str(stop), resume=True))
+        assert result_of(tmp_path / str(stop)) == result_of(tmp_path / "whole")
+
+
+def test_a_global_model_is_calibrated_in_a_personal_run_when_asked(data, tmp_path) -> None:
+    experiment = experiment_of(data, method="fedrep", personal="own", calibrate="ffc")
+    assert kinds(list(run(experiment, tmp_path / "run"))) == ["start", "calibration", "calibration", "personal", "end"]
+
+
+def test_auto_calibrations_are_settled(data, tmp_path) -> None:
+    whole = experiment_of(data, calibrate="auto", rounds=1)
+    assert next(run(whole, tmp_path / "run"))["experiment"]["calibrate"] == "ccvr,ffc,oracle"
+    personal = experiment_of(data, calibrate="auto", personal="ffc", rounds=1)
+    assert next(run(personal, tmp_path / "personal"))["experiment"]["calibrate"] == "none"
+    assert list(run(whole, tmp_path / "run", resume=True))[-1]["kind"] == "end"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"method": "lg_fedavg"}, "lg_fedavg keeps parts of the model with each client.* add --personal own"),
+        ({"personal": "own"}, "--personal own, but fedavg has no local part.*--personal head, all or ffc"),
+        ({"personal": "own,head", "method": "fednova+on_sphere"}, "has no local part"),
+        ({"personal": "heads"}, "unknown way to personal models 'heads': did you mean 'head'"),
+        ({"personal": "head", "central": True}, "personal models need clients: leave out --central or --personal"),
+        ({"personal": "own", "method": "lg_fedavg", "calibrate": "ffc"}, "use --calibrate none"),
+        ({"personal": "head", "held_out": 1.0}, "held_out is 1.0: it must be above 0 and below 1"),
+        ({"recalibrate": "ffc:every=0"}, "every in 'ffc:every=0' is 0: it must be at least 1"),
+        ({"recalibrate": "ffc:every=5"}, "but there are 4 rounds: it would never happen"),
+        ({"recalibrate": "ffc:transform=unit:every=2"}, "would change the classifier's form"),
+        ({"recalibrate": "oracle"}, "unknown calibrator 'oracle'"),
+        ({"recalibrate": "ffc:every=2", "method": "fedrep", "personal": "own", "calibrate": "none"}, "at home"),
+        ({"method": "moon", "model": "resnet18", "data": "digits"}, "MOON contrasts the output of a projection head"),
+        ({"method": "frozen_head+on_sphere"}, "do not combine"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_anything_is_written(data, tmp_path, changed, message) -> None:
+    with pytest.raises(UsageError, match=message):
+        list(run(experiment_of(**{"data": data, **changed}), tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_central_training_keeps_the_model_and_the_loss_of_a_method(data, tmp_path) -> None:
+    experiment = experiment_of(data, method="scaffold+on_sphere", central=True)
+    records = list(run(experiment, tmp_path / "run"))
+    model = load_model(tmp_path / "run" / "model.safetensors")
+    weight = model.classifier.weight
+    assert (weight @ weight.T - torch.eye(3)).abs().max() < 1e-6
+    assert records[-1]["kind"] == "end"

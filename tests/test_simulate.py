@@ -1,5 +1,6 @@
 """The round loop: settings, resumption, refusals."""
 
+import itertools
 import math
 
 import pytest
@@ -8,12 +9,16 @@ import torch
 from conftest import toy_data, toy_model
 from methods import METHODS
 from test_equivalence import gap
-from unskew.algorithms import fedavg, fedavgm, fedprox, server
-from unskew.engine import batched, sequential
+from unskew.algorithms import fedavg, fedavgm, fedprox, fedrep, on_sphere, server
+from unskew.engine import batched, installed, sequential
 from unskew.errors import UsageError
+from unskew.evaluate import batches
+from unskew.heads import calibrate, ccvr, ffc
 from unskew.optim import SGD, constant, cosine, momentum, multistep
 from unskew.partition import Federation
 from unskew.simulate import Diverged, train
+from unskew.statistics import collect
+from unskew.variants import clsnorm, spherical
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])
@@ -139,3 +144,53 @@ def test_the_loss_of_a_round_is_weighted_by_examples(ragged):
     ]
     assert last.loss == pytest.approx((20 * alone[0] + 5 * alone[1] + 35 * alone[2]) / 60, rel=0.1)
     assert abs(last.loss - sum(alone) / 3) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------- FFC during training
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+def test_recalibration_every_few_rounds_is_calibrating_and_going_on(engine, ragged):
+    """SphereFed C.2: after every second round all clients send their sums, and training goes on from the new head."""
+    model, algorithm = spherical(toy_model("batch")), on_sphere(fedavg())
+    settings = {"rounds": 5, "epochs": 1, "batch": 8, "lr": 0.5, "seed": 1, "engine": engine}
+    rounds = list(train(model, ragged, algorithm, recalibrate=(ffc(1.0), 2), **settings))
+    expected = None
+    for number in (1, 2, 3, 4, 5):
+        *_, expected = itertools.islice(train(model, ragged, algorithm, resume=expected, **settings), 1)
+        if number in (2, 4):
+            trained = installed(model, expected.params)
+            inputs = [batches(ragged.data, rows, dtype=torch.float64) for rows in ragged.clients]
+            stats = [collect(trained, site, 5, "pooled") for site in inputs]
+            head = calibrate(trained, stats, ffc(1.0)).classifier.weight.detach()
+            expected = expected._replace(params={**expected.params, "classifier.weight": head})
+        assert gap(rounds[number - 1], expected) < 1e-12
+    assert torch.equal(rounds[0].params["classifier.weight"], model.classifier.weight)
+    assert torch.equal(rounds[2].params["classifier.weight"], rounds[1].params["classifier.weight"])  # fixed between
+
+
+@pytest.mark.parametrize("calibrator", [ffc(0.1), ccvr(samples=20, epochs=1)])
+def test_recalibration_of_a_head_that_learns(calibrator, ragged):
+    rounds = list(train(toy_model(), ragged, fedavg(), rounds=3, batch=8, recalibrate=(calibrator, 1)))
+    assert [r.params["classifier.bias"].shape for r in rounds] == [(5,)] * 3
+
+
+def test_recalibration_goes_on_after_a_stop(ragged):
+    options = {"rounds": 4, "batch": 8, "recalibrate": (ccvr(samples=20, epochs=1), 2)}
+    whole = list(train(toy_model(), ragged, fedavg(), **options))
+    for stop in (1, 2, 3):
+        *_, last = train(toy_model(), ragged, fedavg(), resume=whole[stop - 1], **options)
+        assert gap(last, whole[-1]) == 0
+
+
+def test_recalibration_that_can_not_be_meant_is_refused(ragged):
+    for model, method, recalibrate, message in (
+        (toy_model(), fedavg(), (ffc, 2), r"give a calibrator and a number: \(ffc\(\), 10\)"),
+        (toy_model(), fedavg(), (ffc(), 0), "it must be at least 1"),
+        (toy_model(), fedavg(), (ffc(transform="unit"), 2), "would change the classifier's form"),
+        (clsnorm(toy_model()), fedavg(), (ffc(), 2), "would change the classifier's form"),
+        (toy_model(), fedrep(), (ffc(), 2), "keeps parts of the model at home"),
+        (toy_model(), fedavg(), (ccvr(5, epochs=1, transform="relu", when="after"), 1), "changes the classifier's"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            list(train(model, ragged, method, rounds=2, batch=8, recalibrate=recalibrate))

@@ -21,24 +21,30 @@ if TYPE_CHECKING:
     from unskew.algorithms import (
         Algorithm as Algorithm,
         alternating as alternating,
+        ce as ce,
         clsprox as clsprox,
         fedadagrad as fedadagrad,
         fedadam as fedadam,
         fedavg as fedavg,
         fedavgm as fedavgm,
+        fedbabu as fedbabu,
         feddyn as feddyn,
         fednova as fednova,
         fedopt as fedopt,
         fedprox as fedprox,
+        fedrep as fedrep,
         fedyogi as fedyogi,
         frozen_head as frozen_head,
         keep_local as keep_local,
+        lg_fedavg as lg_fedavg,
         moon as moon,
+        mse as mse,
         on_sphere as on_sphere,
         proximal as proximal,
         scaffold as scaffold,
         server as server,
     )
+    from unskew.costs import Traffic as Traffic, traffic as traffic
     from unskew.data import Dataset as Dataset, dataset as dataset, load as load
     from unskew.engine import batched as batched, installed as installed, sequential as sequential
     from unskew.errors import DataError as DataError, UnskewError as UnskewError, UsageError as UsageError
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
         ffc as ffc,
         oracle as oracle,
     )
+    from unskew.methods import Method as Method, method as method
     from unskew.models import Split as Split, build as build, split as split
     from unskew.optim import (
         adagrad as adagrad,
@@ -70,10 +77,21 @@ if TYPE_CHECKING:
         quantity as quantity,
         shards as shards,
     )
+    from unskew.personal import (
+        Personal as Personal,
+        personal_models as personal_models,
+        score_personal as score_personal,
+    )
     from unskew.simulate import Round as Round, train as train
-    from unskew.spheres import clsnorm as clsnorm, spherical as spherical
     from unskew.statistics import FeatureStats as FeatureStats, collect as collect
     from unskew.sums import Sum as Sum, plain_sum as plain_sum
+    from unskew.variants import (
+        clsnorm as clsnorm,
+        fixed_classifier as fixed_classifier,
+        projection as projection,
+        spherical as spherical,
+        unit_features as unit_features,
+    )
 
 __version__ = "0.1.0"
 
@@ -81,37 +99,45 @@ _HOMES = {
     "algorithms": [
         "Algorithm",
         "alternating",
+        "ce",
         "clsprox",
         "fedadagrad",
         "fedadam",
         "fedavg",
         "fedavgm",
+        "fedbabu",
         "feddyn",
         "fednova",
         "fedopt",
         "fedprox",
+        "fedrep",
         "fedyogi",
         "frozen_head",
         "keep_local",
+        "lg_fedavg",
         "moon",
+        "mse",
         "on_sphere",
         "proximal",
         "scaffold",
         "server",
     ],
+    "costs": ["Traffic", "traffic"],
     "data": ["Dataset", "dataset", "load"],
     "engine": ["batched", "installed", "sequential"],
     "errors": ["DataError", "UnskewError", "UsageError"],
     "evaluate": ["Scores", "batches", "score"],
     "experiments": ["Experiment", "load_model", "run"],
     "heads": ["Calibrator", "calibrate", "ccvr", "ffc", "oracle"],
+    "methods": ["Method", "method"],
     "models": ["Split", "build", "split"],
     "optim": ["adagrad", "adam", "constant", "cosine", "momentum", "multistep", "yogi"],
     "partition": ["Federation", "classes", "dirichlet", "federate", "iid", "quantity", "shards"],
+    "personal": ["Personal", "personal_models", "score_personal"],
     "simulate": ["Round", "train"],
-    "spheres": ["clsnorm", "spherical"],
     "statistics": ["FeatureStats", "collect"],
     "sums": ["Sum", "plain_sum"],
+    "variants": ["clsnorm", "fixed_classifier", "projection", "spherical", "unit_features"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

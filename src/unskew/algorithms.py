@@ -1,8 +1,8 @@
-"""Federated methods as values: an `Algorithm` holds seven functions and four predicates, none with hidden state.
+"""Federated methods as values: an `Algorithm` holds functions and predicates, none with hidden state.
 
 The functions are written for *one* client or for the server; how many clients train at once is the engine's business.
 Factories bear the papers' names (`fedavg`); modifications are wrappers that replace what they change and call what they
-wrap (`proximal`, `server`). One sign throughout: delta = trained - start.
+wrap (`proximal`, `server`). `unskew.methods` finds them by name. One sign throughout: delta = trained - start.
 
 `init`, `correct` and `update` see the tensors that are learnable and shared, `correct` also those that stay at home.
 Two things are the engine's alone, so that no author can get them wrong: tensors that are not `shared` live with the
@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.errors import UsageError
-from unskew.models import head
+from unskew.errors import POSITIVE, UsageError, check_number
+from unskew.models import Split, body, head, linear
 from unskew.optim import ServerOptimiser, adagrad, adam, momentum, yogi
 from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
+from unskew.variants import projected
 
 # ---------------------------------------------------------------------------------------------- what a client is given
 
@@ -117,6 +118,10 @@ def as_it_is(grads: Tree, params: Tree, context: Context) -> Tree:
     return grads
 
 
+def any_model(model: Split, output: Output) -> None:
+    """Refuse no model."""
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A federated training method. A new one is a `replace` of these fields on an existing one.
@@ -135,6 +140,7 @@ class Algorithm:
     trained: Callable[[str, Tensor], Tensor] = learning  # name, share of local work done -> 1 if it learns now, or 0
     shared: Callable[[str], bool] = always  # does it leave the client?
     sent: Callable[[str], bool] = never  # an entry of the server's state: do clients receive it?
+    fits: Callable[[Split, Output], None] = any_model  # refuse a model, given what it makes of two examples
 
 
 # ---------------------------------------------------------------------------------------------- methods
@@ -268,13 +274,14 @@ def scaffold(population: int = 10, weight: str = "examples") -> Algorithm:
     )  # fmt: skip
 
 
-def moon(mu: float = 1.0, tau: float = 0.5, weight: str = "examples") -> Algorithm:
+def moon(mu: float = 1.0, tau: float = 0.5, projection: bool = True, weight: str = "examples") -> Algorithm:
     r"""Add mu * l_con: features z shall be nearer to the global model's than to those of the client's previous model.
 
     l_con = -log(exp(s_glob / tau) / (exp(s_glob / tau) + exp(s_prev / tau))), s the cosine similarities (Li, He, Song
     2021, Equation 3). The previous model, a client's memory, is its whole model with running statistics; a client
     seen for the first time has the global one, which makes the term constant. Both are in eval mode. z is what the
-    classifier takes, so the network must end in a projection head, as CCVR's CNN does.
+    classifier takes: the output of a projection head, as in CCVR's CNN. A network without one is refused unless
+    `projection` is false.
     """
     if not mu >= 0 or not tau > 0:
         raise UsageError(f"mu must be 0 or more and tau above 0; they are {mu} and {tau}")
@@ -288,7 +295,15 @@ def moon(mu: float = 1.0, tau: float = 0.5, weight: str = "examples") -> Algorit
     def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
         return base.report(params, context, work)[0], work.model
 
-    return replace(base, enroll=lambda params, model: model, penalty=penalty, report=report)
+    def fits(model: Split, output: Output) -> None:
+        if projection and not projected(model):
+            raise UsageError(
+                "MOON contrasts the output of a projection head, but this network's features do not end in a linear "
+                "layer: add one (--method moon+projection, or projection(model) in Python), or contrast the features "
+                "as they are (moon:projection=false, moon(projection=False))"
+            )
+
+    return replace(base, enroll=lambda params, model: model, penalty=penalty, report=report, fits=fits)
 
 
 def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
@@ -324,17 +339,33 @@ def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
 
 
 def frozen_head(base: Algorithm) -> Algorithm:
-    """The classifier stays as it was drawn, on all clients: FedBABU (Oh et al. 2022); SphereFed's "Fix"."""
+    """The classifier stays as it was drawn, on all clients, and is never sent: SphereFed's "Fix", and the
+    "BABU" of its tables.
+    """
     return replace(base, frozen=lambda name: base.frozen(name) or head(name))
 
 
 def on_sphere(base: Algorithm) -> Algorithm:
     r"""SphereFed: squared error 1/C ||W z - one_hot(y)||^2 (Equation 5) against a head that nobody trains or sends.
 
-    For a model made by `spherical`, whose features have unit norm and whose classifier has orthonormal rows. It
-    replaces the criterion alone: what the base adds, such as MOON's penalty, stays.
+    For a model made by `spherical`, whose features have unit norm and whose classifier has orthonormal rows; others
+    are refused. It replaces the criterion alone: what the base adds, such as MOON's penalty, stays.
     """
-    return replace(frozen_head(base), criterion=squared_error)
+
+    def fits(model: Split, output: Output) -> None:
+        base.fits(model, output)
+        if linear(model.classifier).bias is not None:
+            raise UsageError("SphereFed's classifier has no bias, but this model's has one: train spherical(model)")
+        norms = output.features.norm(dim=1)
+        if torch.minimum(norms, (norms - 1).abs()).max() > 1e-3:  # features that are all zero stay so
+            raise UsageError("SphereFed's features have unit norm, but this model's have not: train spherical(model)")
+
+    return replace(mse(frozen_head(base)), fits=fits)
+
+
+def mse(base: Algorithm) -> Algorithm:
+    """Squared error against one-hot labels instead of cross entropy (SphereFed's Equation 5 and Table 3)."""
+    return replace(base, criterion=squared_error)
 
 
 def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
@@ -343,17 +374,22 @@ def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
     return ((logits - (labels[:, None] == classes).to(logits)) ** 2).mean()
 
 
-def keep_local(base: Algorithm, mine: Callable[[str], bool]) -> Algorithm:
-    """The tensors `mine(name)` stay with each client: LG-FedAvg (`body`; Liang et al. 2020), FedPer and FedRep
-    (`head`).
+def ce(base: Algorithm, temperature: float = 1.0) -> Algorithm:
+    """Cross entropy of `temperature` times the logits, which are at most 1 on the sphere (SphereFed 4.2 and Table 3).
+
+    `temperature` is the paper's tau, a factor. Predictions do not depend on it.
     """
+    check_number("temperature", temperature, POSITIVE)
+    return replace(base, criterion=lambda logits, labels: F.cross_entropy(temperature * logits, labels))
+
+
+def keep_local(base: Algorithm, mine: Callable[[str], bool]) -> Algorithm:
+    """The tensors `mine(name)` stay with each client; see `lg_fedavg` and `fedrep`."""
     return replace(base, shared=lambda name: base.shared(name) and not mine(name))
 
 
 def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
-    """The classifier learns during the first `share` of the local steps, the features after: FedRep (Collins et al.
-    2021).
-    """
+    """The classifier learns during the first `share` of the local steps, the features after; see `fedrep`."""
     if not 0 < share < 1:
         raise UsageError(f"share is {share}: it must lie between 0 and 1, so that both parts learn")
 
@@ -365,48 +401,64 @@ def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
 
 
 # ---------------------------------------------------------------------------------------------- by their names
+#
+# Each of these modifies `base`, which is FedAvg unless you give another: fedprox(0.1, fednova()).
 
 
-def fedprox(mu: float = 0.01) -> Algorithm:
-    """FedAvg with a proximal term: `proximal(fedavg(), mu)`."""
-    return proximal(fedavg(), mu)
+def fedprox(mu: float = 0.01, base: Algorithm | None = None) -> Algorithm:
+    """FedProx: a proximal term mu/2 ||w - w_start||^2 on all tensors: `proximal(base, mu)`."""
+    return proximal(base or fedavg(), mu)
 
 
-def clsprox(mu: float = 0.01) -> Algorithm:
-    """FedAvg with a proximal term on the classifier alone (CCVR 3.3): `proximal(fedavg(), mu, only=head)`."""
-    return proximal(fedavg(), mu, only=head)
+def clsprox(mu: float = 0.01, base: Algorithm | None = None) -> Algorithm:
+    """The proximal term on the classifier alone: `proximal(base, mu, only=head)`."""
+    return proximal(base or fedavg(), mu, only=head)
 
 
-def fedavgm(beta: float = 0.1) -> Algorithm:
-    """FedAvg with server momentum: `server(fedavg(), momentum(beta))`; CCVR 5.1 uses 0.1."""
-    return server(fedavg(), momentum(beta))
+def fedavgm(beta: float = 0.1, base: Algorithm | None = None) -> Algorithm:
+    """FedAvgM, momentum on the server: `server(base, momentum(beta))`; CCVR 5.1 uses 0.1."""
+    return server(base or fedavg(), momentum(beta))
 
 
-def fedopt(lr: float = 1.0, beta: float = 0.3) -> Algorithm:
-    """FedAvg with server SGD: `server(fedavg(), momentum(beta, lr))`; SphereFed's Table 16 uses 1.0 and 0.3."""
-    return server(fedavg(), momentum(beta, lr))
+def fedopt(lr: float = 1.0, beta: float = 0.3, base: Algorithm | None = None) -> Algorithm:
+    """FedOpt, SGD on the server: `server(base, momentum(beta, lr))`; SphereFed's Table 16 uses 1.0 and 0.3."""
+    return server(base or fedavg(), momentum(beta, lr))
 
 
-def fedadam(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3) -> Algorithm:
-    """FedAvg with Adam on the server: `server(fedavg(), adam(...))`."""
-    return server(fedavg(), adam(lr, b1, b2, eps))
+def fedadam(
+    lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3, base: Algorithm | None = None
+) -> Algorithm:
+    """FedAdam, Adam on the server: `server(base, adam(...))`."""
+    return server(base or fedavg(), adam(lr, b1, b2, eps))
 
 
-def fedyogi(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3) -> Algorithm:
-    """FedAvg with Yogi on the server: `server(fedavg(), yogi(...))`."""
-    return server(fedavg(), yogi(lr, b1, b2, eps))
+def fedyogi(
+    lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3, base: Algorithm | None = None
+) -> Algorithm:
+    """FedYogi, Yogi on the server: `server(base, yogi(...))`."""
+    return server(base or fedavg(), yogi(lr, b1, b2, eps))
 
 
-def fedadagrad(lr: float = 0.01, b1: float = 0.0, eps: float = 1e-3) -> Algorithm:
-    """FedAvg with Adagrad on the server: `server(fedavg(), adagrad(...))`."""
-    return server(fedavg(), adagrad(lr, b1, eps))
+def fedadagrad(lr: float = 0.01, b1: float = 0.0, eps: float = 1e-3, base: Algorithm | None = None) -> Algorithm:
+    """FedAdagrad, Adagrad on the server: `server(base, adagrad(...))`."""
+    return server(base or fedavg(), adagrad(lr, b1, eps))
 
 
-methods: dict[str, Callable[..., Algorithm]] = {
-    "fedavg": fedavg, "fedprox": fedprox, "clsprox": clsprox, "fedavgm": fedavgm, "fedopt": fedopt, "fedadam": fedadam,
-    "fedyogi": fedyogi, "fedadagrad": fedadagrad, "fednova": fednova, "scaffold": scaffold, "moon": moon,
-    "feddyn": feddyn,
-}  # fmt: skip
+def fedbabu(base: Algorithm | None = None) -> Algorithm:
+    """FedBABU (Oh et al. 2022): `frozen_head(base)`; personal models fine-tune the head afterwards."""
+    return frozen_head(base or fedavg())
+
+
+def lg_fedavg(base: Algorithm | None = None) -> Algorithm:
+    """LG-FedAvg (Liang et al. 2020), the features stay with each client: `keep_local(base, body)`."""
+    return keep_local(base or fedavg(), body)
+
+
+def fedrep(share: float = 0.5, base: Algorithm | None = None) -> Algorithm:
+    """FedRep (Collins et al. 2021), the head stays with each client and learns before the features:
+    `alternating(keep_local(base, head), share)`.
+    """
+    return alternating(keep_local(base or fedavg(), head), share)
 
 
 def _share(work: Work, weight: str) -> Tensor:

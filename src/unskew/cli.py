@@ -1,4 +1,4 @@
-"""The command line: `unskew run`, `demo`, `list`, `partition`.
+"""The command line: `unskew run`, `demo`, `table`, `list`, `partition`.
 
 Options of `run` are made from the fields of `Experiment`, so that they, TOML files and records on disk can't differ.
 Exit codes: 0 done, 1 failed (or stopped by Ctrl-C, with the way to go on), 2 wrong use. Torch is imported by the
@@ -31,8 +31,11 @@ from unskew import __version__
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
 from unskew.results import Record
+from unskew.specs import defaults_of
 
-DEMO = Experiment(norm="none", rounds=10, epochs=5, batch=32)  # small enough for a minute, skewed enough to suffer
+DEMO = Experiment(
+    norm="none", rounds=10, epochs=5, batch=32, calibrate="ccvr,ffc,oracle"
+)  # small enough for a minute, skewed enough to suffer
 CUT = ["data", "labels", "image_size", "clients", "partition", "alpha", "min_size", "balance", "per_client", "cut_seed"]
 PATH = click.Path(path_type=Path)
 
@@ -149,18 +152,23 @@ def run(
 
 def _absolute(given: dict[str, Any]) -> dict[str, Any]:
     """The options with the paths of files and folders in full: a run may go on from another folder."""
-    for name in ("data", "model"):
-        path, colon, function = (
-            str(given.get(name, "")).rpartition(":") if name == "model" else (given.get(name), "", "")
-        )
-        if path and Path(path).exists():
-            given[name] = str(Path(path).resolve()) + colon + function
+
+    def full(spec: str) -> str:
+        path, dot, function = spec.partition(".py:")
+        known = Path(path + dot.rstrip(":"))
+        return f"{known.resolve()}{dot[3:]}{function}" if known.exists() else spec
+
+    given = {name: full(value) if name in ("data", "model") else value for name, value in given.items()}
+    if ".py:" in given.get("method", ""):
+        from unskew.methods import parts_of
+
+        given["method"] = "+".join(map(full, parts_of(given["method"])))
     return given
 
 
 def _name(experiment: Experiment) -> str:
     """A folder's name for an experiment, of its own."""
-    method = "central" if experiment.central else experiment.method.replace(":", "-")
+    method = "central" if experiment.central else re.sub(r"[^\w+.=-]", "-", re.sub(r"[^+:]*/", "", experiment.method))
     return f"{Path(experiment.data).stem}-{method}-{experiment.digest[:8]}"
 
 
@@ -212,8 +220,9 @@ def _watched(records: Iterator[Record], rounds: int) -> Iterator[Record]:
                 progress.update(task, completed=record["round"], now=now, description=doing)
                 if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
                     print(f"round {record['round']} of {rounds}: {now}", file=sys.stderr, flush=True)
-            elif record["kind"] == "calibration":
-                progress.update(task, description=f"calibrated: {record['name']}")
+            elif record["kind"] in ("calibration", "personal"):
+                done = "calibrated" if record["kind"] == "calibration" else "personal models"
+                progress.update(task, description=f"{done}: {record['name']}")
             yield record
 
 
@@ -221,19 +230,31 @@ def _watched(records: Iterator[Record], rounds: int) -> Iterator[Record]:
 
 
 def _report(records: list[Record], out: Path) -> None:
-    """The table and the sentence of a finished run, and what lies in its folder."""
-    made = [record for record in records if record["kind"] == "calibration"]
-    table = _table("calibration", "accuracy (%)", "worst class (%)", "each client\nsends", "seconds")
-    for record in made:
-        sent = record["bytes_per_client"]
-        table.add_row(
-            record["name"],
-            *(_change(made[0][key], record[key], record is made[0]) for key in ("accuracy", "worst_class")),
-            "its features" if sent is None else _size(sent),
-            f"{record['seconds']:.1f}",
-        )
-    _show(table)
-    _show(_sentence(records[0]["experiment"], made))
+    """The tables and the sentence of a finished run, and what lies in its folder."""
+    start, last = records[0], [record for record in records if record["kind"] == "round"][-1]
+    made, own = ([record for record in records if record["kind"] == kind] for kind in ("calibration", "personal"))
+    if made:
+        table = _table("calibration", "accuracy (%)", "worst class (%)", "each client\nsends", "seconds")
+        for record in made:
+            sent = record["bytes_per_client"]
+            table.add_row(
+                record["name"],
+                *(_change(made[0][key], record[key], record is made[0]) for key in ("accuracy", "worst_class")),
+                "its features" if sent is None else _size(sent),
+                f"{record['seconds']:.1f}",
+            )
+        _show(table)
+    if own:
+        title = "each client's model on what it holds out: mean ± standard deviation over clients"
+        table = _table("personal models", "accuracy (%)", "lowest (%)", "seconds", title=title)
+        for record in own:
+            spread = f"{100 * record['mean']:.1f} ± {100 * record['deviation']:.1f}"
+            table.add_row(record["name"], spread, f"{100 * min(record['accuracies']):.1f}", f"{record['seconds']:.1f}")
+        _show(table)
+    _show(_sentence(start["experiment"], made or [last]))
+    if not start["experiment"]["central"]:
+        down, up = (_size(start["bytes"][key]) for key in ("down", "up"))
+        _show(f"In each round a client received {down} and sent {up}.")
     _show(f"Written to {out}: records, models, plots")
 
 
@@ -312,7 +333,7 @@ def _remove_demo(folder: Path) -> None:
     free = {"seed", "cut_seed", "device", "engine", "threads", "model"}  # what differs between demos
     written = re.compile(
         r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
-        r"|(labels|history|per_class)\.png|\..*\.tmp"
+        r"|(labels|history|per_class|personal)\.png|\..*\.tmp"
     )
     strange = [path.name for path in folder.iterdir() if not written.fullmatch(path.name)]
     if strange or any(held[name] != value for name, value in asdict(DEMO).items() if name not in free):
@@ -336,6 +357,44 @@ def _summary(every: list[list[Record]]) -> None:
     _show(table)
 
 
+# ---------------------------------------------------------------------------------------------- table
+
+
+@app.command("table")
+@click.argument("name")
+@click.option("--out", default="runs/tables", type=PATH, show_default=True, help="folder for the runs")
+@click.option("--write", type=PATH, show_default="results/NAME.md", help="the file to write")
+@click.option("--jobs", type=click.IntRange(1), show_default="the CPU's cores", help="runs at a time")
+def fill_table(name: str, out: Path, write: Path | None, jobs: int | None) -> None:
+    """Run all of a table, print it and write it as markdown.
+
+    NAME is one of `unskew list tables`. Runs that are finished are kept: a table that was stopped goes on.
+    """
+    from unskew.experiments.tables import filled, markdown, tables
+    from unskew.results import write_text
+
+    table = lookup("table", name, tables)()
+    write = write or Path("results") / f"{name}.md"
+    total = sum(map(len, table.rows.values()))
+    results = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(name, total=total)
+        try:
+            for result in filled(table, out, jobs or os.cpu_count() or 1):
+                results.append(result)
+                progress.advance(task)
+                if not progress.console.is_terminal:
+                    print(f"run {len(results)} of {total}: {result.row}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            failed = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
+            raise click.exceptions.Exit(_failed(failed)) from None
+    text = markdown(name, table, results)
+    write_text(write, text)
+    _show(text)
+    _show(f"Written to {write}; the runs are in {out}")
+
+
 # ---------------------------------------------------------------------------------------------- list, partition
 
 
@@ -344,33 +403,41 @@ def _summary(every: list[list[Record]]) -> None:
 def list_names(what: str | None) -> None:
     """What there is, with a line each.
 
-    WHAT is data, models, partitions, methods or calibrators; all of them if it is left out.
+    WHAT is data, models, partitions, methods, calibrators, personal or tables; all of them if it is left out.
     """
-    from unskew import algorithms, data, models, partition
+    from unskew import data, models, partition, personal
     from unskew.experiments.parts import known_calibrators
+    from unskew.experiments.tables import tables
+    from unskew.methods import pieces
 
     factories: dict[str, Mapping[str, Callable[..., Any]]] = {
         "models": models.networks,
         "partitions": partition.partitions,
-        "methods": algorithms.methods,
         "calibrators": known_calibrators,
+        "personal": personal.ways,
+        "tables": tables,
     }
-    kinds = ("data", *factories)
+    kinds = ("data", "models", "partitions", "methods", "calibrators", "personal", "tables")
     for kind in kinds if what is None else (lookup("kind of thing", what, {kind: kind for kind in kinds}),):
-        table = Table(kind, "classes" if kind == "data" else "options", "", box=None, pad_edge=False)
+        headings = {"data": ("classes", ""), "methods": ("", "from", "options")}
+        table = Table(kind, *headings.get(kind, ("options", "")), box=None, pad_edge=False)
         if kind == "data":
             for known in data.KNOWN.values():
                 table.add_row(known.name, str(known.classes), known.description)
+        if kind == "methods":
+            for name, piece in pieces.items():
+                table.add_row(name, piece.about, piece.source, _listed(piece.options))
         for name, factory in factories.get(kind, {}).items():
-            options = "" if kind == "models" else ", ".join(_options(factory))
+            options = "" if kind == "models" else _listed(defaults_of(factory))
             table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
         _show(table)
+        if kind == "methods":
+            _show("\nThey combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
         _show()
 
 
-def _options(factory: Callable[..., Any]) -> list[str]:
-    plain = {key: p.default for key, p in inspect.signature(factory).parameters.items() if p.default is not p.empty}
-    return [f"{key}={value}" for key, value in plain.items()]
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in options.items())
 
 
 @_options_of(CUT)

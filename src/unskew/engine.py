@@ -203,13 +203,19 @@ def local_step(net: Network, algorithm: Algorithm, sgd: SGD) -> Callable[[Local,
 
 def enter(net: Network, algorithm: Algorithm, tree: Tree) -> Client:
     """A client on its first visit."""
-    return Client(_own(net, algorithm, tree), algorithm.enroll(seen(net, algorithm, tree), tree))
+    return Client(at_home(net, algorithm, tree), algorithm.enroll(seen(net, algorithm, tree), tree))
 
 
 def seen(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
     """The tensors that an algorithm works on: learnable, not frozen, shared."""
     trainable = _trainable(net, algorithm)
     return pick(tree, lambda name: trainable(name) and algorithm.shared(name))
+
+
+def travelling(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
+    """What a client receives of the model in a round: all that changes and is shared."""
+    trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
+    return pick(tree, lambda name: (trainable(name) or moves(name)) and algorithm.shared(name))
 
 
 def leave(
@@ -221,7 +227,7 @@ def leave(
     moves = _moving(net, algorithm)
     statistics = sub(pick(local.model, lambda name: moves(name) and algorithm.shared(name)), context.start)
     upload = {**upload, **prefix("statistics", scale(statistics, examples)), "examples": examples}
-    return upload, Client(_own(net, algorithm, local.model), memory)
+    return upload, Client(at_home(net, algorithm, local.model), memory)
 
 
 def settle(net: Network, algorithm: Algorithm, tree: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
@@ -239,7 +245,7 @@ def _moving(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
     return lambda name: name in net.moving and not algorithm.frozen(name)
 
 
-def _own(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
+def at_home(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
     """What stays with a client of its model: all that changes and is not shared."""
     trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
     return pick(tree, lambda name: (trainable(name) or moves(name)) and not algorithm.shared(name))

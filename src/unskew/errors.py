@@ -54,6 +54,7 @@ COUNT: Allowed = (lambda value: 1 <= value < math.inf, "at least 1")
 NOT_NEGATIVE: Allowed = (lambda value: 0 <= value < math.inf, "0 or more")
 POSITIVE: Allowed = (lambda value: 0 < value < math.inf, "above 0")
 SHARE: Allowed = (lambda value: 0 < value <= 1, "above 0 and at most 1")
+PART: Allowed = (lambda value: 0 < value < 1, "above 0 and below 1")
 DECAY: Allowed = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 

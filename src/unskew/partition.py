@@ -7,15 +7,16 @@ everything else about a run changes. `table` counts classes per client.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unskew.data import Dataset
-from unskew.errors import UsageError
+from unskew.errors import PART, UsageError, check_number
 from unskew.seeds import rng
 
 Partition = Callable[[np.ndarray, np.random.Generator], list[np.ndarray]]  # labels -> indices per client
@@ -29,6 +30,7 @@ class Federation:
 
     data: Dataset
     clients: tuple[Tensor, ...]  # indices into data.x, one vector per client
+    tests: tuple[Tensor, ...] = ()  # likewise what each client holds out for its personal model, if any does
 
     @property
     def sizes(self) -> list[int]:
@@ -36,10 +38,31 @@ class Federation:
         return [len(indices) for indices in self.clients]
 
 
-def federate(data: Dataset, partition: Partition, cut_seed: int = 0) -> Federation:
-    """Cut the training examples of `data`; equal labels, partition and seed give the equal cut."""
-    parts = partition(data.y.cpu().numpy(), rng(cut_seed, "cut"))
-    return Federation(data, tuple(torch.from_numpy(part).to(data.y.device) for part in parts))
+def federate(data: Dataset, partition: Partition, cut_seed: int = 0, held_out: float = 0.0) -> Federation:
+    """Cut the training examples of `data`; equal labels, partition and seed give the equal cut.
+
+    With `held_out` above 0, for personal models: training and test examples are merged and cut, then each client holds
+    out this share of its own, at least one example if it has two (SphereFed, appendix B). What all hold out together
+    are the test examples of the federation's data.
+    """
+    if not held_out:
+        parts = partition(data.y.cpu().numpy(), rng(cut_seed, "cut"))
+        return Federation(data, _indices(parts, data))
+    check_number("held_out", held_out, PART)
+    x, y = torch.cat([data.x, data.x_test]), torch.cat([data.y, data.y_test])
+    kept, tests = [], []
+    for client, part in enumerate(partition(y.cpu().numpy(), rng(cut_seed, "cut"))):
+        number = min(max(1, math.floor(held_out * len(part) + 0.5)), len(part) - 1)
+        mixed = rng(cut_seed, "held out", client).permutation(part)
+        tests.append(np.sort(mixed[:number]))
+        kept.append(np.sort(mixed[number:]))
+    held = _indices(tests, data)
+    data = replace(data, x=x, y=y, x_test=x[torch.cat(held)], y_test=y[torch.cat(held)])
+    return Federation(data, _indices(kept, data), held)
+
+
+def _indices(parts: list[np.ndarray], data: Dataset) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(part).to(data.y.device) for part in parts)
 
 
 def table(labels: np.ndarray | Tensor, parts: list[np.ndarray] | tuple[Tensor, ...], classes: int) -> np.ndarray:

@@ -26,11 +26,15 @@ FEW = 24  # names, or numbers in cells, that a plot can show legibly along one s
 def run_plots(records: list[Record], folder: Path) -> list[Path]:
     """All plots of a finished run, in its folder; those that are there already stay as they are."""
     labels, table = records[0]["labels"], np.array(records[0]["table"])
+    kinds = {record["kind"] for record in records}
     plots: dict[str, Callable[[Path], Path]] = {
         "labels.png": lambda path: label_distribution(table, labels, path),
         "history.png": lambda path: history(records, path),
-        "per_class.png": lambda path: per_class(records, labels, path),
     }
+    if "calibration" in kinds:
+        plots["per_class.png"] = lambda path: per_class(records, labels, path)
+    if "personal" in kinds:
+        plots["personal.png"] = lambda path: personal_accuracies(records, path)
     return [path if path.exists() else plot(path) for path, plot in ((folder / name, plots[name]) for name in plots)]
 
 
@@ -94,6 +98,25 @@ def per_class(records: list[Record], labels: list[str], path: Path) -> Path:
     below = "class" if few else "classes, each time from the best to the worst"
     axes.set(xlabel=below, ylabel="test accuracy (%)", ylim=(0, 102), title="accuracy of each class")
     figure.legend(frameon=False, loc="outside lower center", ncols=columns)
+    return _saved(figure, path)
+
+
+def personal_accuracies(records: list[Record], path: Path) -> Path:
+    """Each client's accuracy with its personal model, a column for each way to make one, and their mean."""
+    made = [record for record in records if record["kind"] == "personal"]
+    figure, axes = _canvas(3 + 1.3 * len(made), 4)
+    for place, record in enumerate(made):
+        values = 100 * np.sort(record["accuracies"])
+        at = place + np.linspace(-0.25, 0.25, len(values)) if len(values) > 1 else [place]
+        axes.scatter(at, values, color=COLOURS[2], s=18, label="" if place else "a client")
+        mean = 100 * record["mean"]
+        axes.hlines(mean, place - 0.35, place + 0.35, color=COLOURS[1], label="" if place else "mean")
+        axes.annotate(f"{mean:.1f}", (place + 0.36, mean), va="center", color=COLOURS[1], fontsize=8)
+    axes.set_xticks(range(len(made)), [record["name"].replace(":", "\n") for record in made])
+    axes.set(
+        xlabel="personal models", ylabel="accuracy on what is held out (%)", ylim=(0, 102), xlim=(-0.6, len(made) - 0.3)
+    )
+    axes.legend(frameon=False, loc="lower left")
     return _saved(figure, path)
 
 

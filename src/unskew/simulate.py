@@ -7,7 +7,9 @@ rounds that follow are those that would have followed.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import time
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -15,16 +17,19 @@ from typing import NamedTuple
 import torch
 
 from unskew.algorithms import Algorithm, Client
-from unskew.data import normalise
-from unskew.engine import Cohort, Engine, batched, enter, network, plan, seen
+from unskew.data import Dataset, normalise
+from unskew.engine import Cohort, Engine, Network, at_home, batched, enter, installed, network, plan, seen
 from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, SHARE, UsageError, check_number, expect
-from unskew.evaluate import check_width
-from unskew.models import Split
+from unskew.evaluate import batches, check_width
+from unskew.heads import Calibrator, calibrate
+from unskew.models import Split, head
 from unskew.optim import SGD, Schedule, constant
 from unskew.partition import Federation
 from unskew.seeds import generator
+from unskew.statistics import FeatureStats, collect
 from unskew.sums import Sum, plain_sum
 from unskew.tree import Tree
+from unskew.variants import NormalisedLinear
 
 
 class Round(NamedTuple):
@@ -62,13 +67,15 @@ def train(
     seed: int = 0,
     engine: Engine = batched,
     sum: Sum | None = None,
+    recalibrate: tuple[Calibrator, int] | None = None,
     resume: Round | None = None,
 ) -> Iterator[Round]:
     """Train a model over a federation; the model itself stays as it is.
 
     In each round a `fraction` of the clients (at least one) does `epochs` passes over its data, or `steps` SGD steps,
     at `lr` times the `schedule`'s factor. Clients that are absent keep what they keep. Raises `Diverged` when the
-    loss is no number any more.
+    loss is no number any more. `recalibrate=(ffc(), 10)` has all clients send statistics after every 10th round and
+    goes on with the classifier made of them (SphereFed C.2).
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     expect("federation", federation, Federation, "make one: federate(data, dirichlet(10, 0.1))")
@@ -87,8 +94,7 @@ def train(
     tree = {name: value.to(device) for name, value in net.tree.items()}
     for module in net.modes.values():
         module.to(device)
-    sample = normalise(data.x[:2], data.mean, data.std, next(iter(tree.values())).dtype)
-    check_width(net(tree, sample).logits, data.classes)
+    check_fit(model, net, tree, data, algorithm, recalibrate)
     if resume is None:
         params, state, clients, first = tree, algorithm.init(seen(net, algorithm, tree)), {}, 1
     else:
@@ -120,7 +126,61 @@ def train(
                 f"training diverged in round {number}: the loss of client {worst[0]} is {worst[1]}; "
                 f"lower the learning rate (it is {sgd.lr:g})"
             )
+        if recalibrate and number % recalibrate[1] == 0:
+            params = _recalibrated(model, params, federation, recalibrate[0], generator(seed, "recalibrate", number))
         yield Round(number, params, state, clients, tuple(ids), loss, sgd.lr, time.perf_counter() - began)
+
+
+def _recalibrated(
+    model: Split, params: Tree, federation: Federation, calibrator: Calibrator, draw: torch.Generator
+) -> Tree:
+    """The model of a round with the classifier that a calibrator makes of all clients' statistics."""
+    trained = installed(model, params)
+    made = calibrate(trained, collect_all(trained, federation, calibrator), calibrator, draw)
+    new = {f"classifier.{name}": value for name, value in made.classifier.state_dict().items()}
+    if new.keys() != {name for name in params if head(name)}:
+        raise UsageError(f"{calibrator.name} changes the classifier's form: training can't go on with that")
+    return {**params, **new}
+
+
+def check_fit(
+    model: Split,
+    net: Network,
+    tree: Tree,
+    data: Dataset,
+    algorithm: Algorithm,
+    recalibrate: tuple[Calibrator, int] | None,
+) -> None:
+    """Refuse a model, a method and a recalibration that do not fit the data or each other: two examples are tried."""
+    output = net(tree, normalise(data.x[:2], data.mean, data.std, next(iter(tree.values())).dtype))
+    check_width(output.logits, data.classes)
+    algorithm.fits(model, output)
+    if not seen(net, algorithm, tree):
+        raise UsageError("the method shares no tensor that learns: clients would learn nothing from each other")
+    if not recalibrate:
+        return
+    calibrator, every = recalibrate
+    expect("recalibrate[0]", calibrator, Calibrator, "give a calibrator and a number: (ffc(), 10)")
+    check_number("recalibrate[1]", every, COUNT)
+    if calibrator.transform != "identity" or isinstance(model.classifier, NormalisedLinear):
+        raise UsageError(
+            f"recalibrating by {calibrator.name} would change the classifier's form (a transform, clsnorm), and "
+            "training can't go on with that: leave out the transform or clsnorm, or calibrate after training"
+        )
+    if at_home(net, algorithm, tree):
+        raise UsageError("recalibration makes one classifier for all, but this method keeps parts of the model at home")
+
+
+def collect_all(model: Split, federation: Federation, calibrator: Calibrator) -> FeatureStats:
+    """The sum of all clients' statistics, as a calibrator needs them."""
+    data, dtype = federation.data, next(model.parameters()).dtype
+    return functools.reduce(
+        operator.add,
+        (
+            collect(model, batches(data, rows, dtype=dtype), data.classes, calibrator.form, calibrator.transform)
+            for rows in federation.clients
+        ),
+    )
 
 
 def cohort_of(clients: int, fraction: float, seed: int, round: int) -> list[int]:

@@ -1,9 +1,9 @@
 """An `Experiment`: everything that decides the result of a run, as one flat, frozen value.
 
 Each field is a plain value with a sentence about it; the command line's options, the keys of a TOML file and the
-record on disk are all made from these fields. Methods and calibrators are written as
-`name:option=value:option=value`. The digest of an experiment says whether two runs are the same one. This file
-imports no torch, so that `unskew --help` is quick.
+record on disk are all made from these fields. Methods, calibrators and ways to personal models are specs: see
+`unskew.specs`. The digest of an experiment says whether two runs are the same one. This file imports no torch, so that
+`unskew --help` is quick.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from unskew.errors import (
     COUNT,
     DECAY,
     NOT_NEGATIVE,
+    PART,
     POSITIVE,
     SHARE,
     Allowed,
@@ -31,6 +32,7 @@ from unskew.errors import (
     lookup,
 )  # fmt: skip
 from unskew.results import digest
+from unskew.specs import named
 
 
 def _about(default: Any, text: str, allowed: Allowed = ANY) -> Any:
@@ -55,7 +57,9 @@ class Experiment:
     balance: bool = _about(False, "dirichlet: stop filling a client at an equal share, as the public code does")
     per_client: int = _about(2, "shards or classes of each client, in those cuts", COUNT)
     central: bool = _about(False, "train on all data in one place instead, for comparison")
-    method: str = _about("fedavg", "training method, such as fedavg, fedprox:mu=0.01 or fedavgm:beta=0.1")
+    method: str = _about(
+        "fedavg", "training method, such as fedprox:mu=0.01 or fednova+on_sphere, or file.py:function of your own"
+    )
     rounds: int = _about(20, "rounds of training", COUNT)
     epochs: int = _about(10, "passes over its data that a client makes in a round", COUNT)
     steps: int | None = _about(None, "SGD steps of a client in a round, instead of epochs", COUNT)
@@ -66,7 +70,14 @@ class Experiment:
     schedule: str = _about("constant", "learning rate over the rounds: constant, cosine or multistep")
     fraction: float = _about(1.0, "share of the clients that train in a round", SHARE)
     augment: bool = _about(False, "random crops (reflect-padded by 4) and horizontal flips of the training images")
-    calibrate: str = _about("ccvr,ffc,oracle", "calibrations to make of the trained model, by commas; or none")
+    calibrate: str = _about(
+        "auto", "calibrations of the trained model, by commas; auto: ccvr,ffc,oracle, but none beside personal models"
+    )
+    recalibrate: str = _about("none", "calibrate during training too, such as ffc:every=10")
+    personal: str = _about(
+        "none", "personal models to make and score on what each client holds out, by commas: own, head, all, ffc"
+    )
+    held_out: float = _about(0.15, "share of its examples that a client holds out, if there are personal models", PART)
     evaluate_every: int = _about(1, "rounds between two evaluations on the test data", COUNT)
     seed: int = _about(0, "seed of everything but the cut")
     cut_seed: int = _about(0, "seed of the cut")
@@ -84,7 +95,7 @@ class Experiment:
                 object.__setattr__(self, name, value)
             fitting = type(value) is kind
             if not fitting or (kind is float and not math.isfinite(value)):
-                raise UsageError(f"{name} is {value!r}, which is not {_named(kind)}")
+                raise UsageError(f"{name} is {value!r}, which is not {named(kind)}")
             check_number(name, value, self.__dataclass_fields__[name].metadata["allowed"])
 
     @property
@@ -131,46 +142,3 @@ def types_of_fields() -> dict[str, tuple[type, bool]]:
         optional = isinstance(hint, types.UnionType)
         kinds[name] = (hint.__args__[0] if optional else hint, optional)
     return kinds
-
-
-def parse(spec: str) -> tuple[str, dict[str, str]]:
-    """The name and the options of a spec; what follows a colon without "=" belongs to the value before it.
-
-    >>> parse("ccvr:samples=100:transform=relu-tukey:0.5")
-    ('ccvr', {'samples': '100', 'transform': 'relu-tukey:0.5'})
-    """
-    name, *rest = spec.strip().split(":")
-    options: dict[str, str] = {}
-    key = ""
-    for piece in rest:
-        before, equals, after = piece.partition("=")
-        if equals:
-            key = before
-            options[key] = after
-        elif key:
-            options[key] += ":" + piece
-        else:
-            raise UsageError(f"{spec!r}: {piece!r} is not of the form option=value")
-    return name, options
-
-
-def converted(spec: str, options: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a spec in the types of their defaults.
-
-    >>> converted("fedprox:mu=1", {"mu": "1"}, {"mu": 0.01})
-    {'mu': 1.0}
-    """
-    values: dict[str, Any] = {}
-    for name, text in options.items():
-        kind = type(lookup(f"option in {spec!r}:", name, defaults))
-        try:
-            values[name] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-            if kind is float and not math.isfinite(values[name]):
-                raise ValueError
-        except (ValueError, KeyError):
-            raise UsageError(f"{spec!r}: {name} is {text!r}, which is not {_named(kind)}") from None
-    return values
-
-
-def _named(kind: type) -> str:
-    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]

@@ -24,11 +24,14 @@ from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.parts import own_model, settled_like
+from unskew.heads import plain
+from unskew.methods import skeleton
 from unskew.models import Split, build, linear
 from unskew.results import Record, load_sealed, read, save_sealed, write_text
 from unskew.simulate import Round
 from unskew.transforms import Transform
 from unskew.tree import Tree, prefix, under
+from unskew.variants import NormalisedLinear
 
 # ---------------------------------------------------------------------------------------------- whose it is
 
@@ -125,6 +128,7 @@ def save_model(path: Path, model: Split, experiment: Experiment, data: Dataset) 
         "classes": data.classes, "channels": data.channels, "size": data.size, "labels": data.labels,
         "shape": data.x.shape[1:], "mean": data.mean.tolist(), "std": data.std.tolist(),
         "transforms": [part.name for part in model.classifier.modules() if isinstance(part, Transform)],
+        "method": experiment.method, "normalised": isinstance(model.classifier, NormalisedLinear),
     }  # fmt: skip
     save_sealed(path, model.state_dict(), {"unskew": json.dumps(about)})
 
@@ -144,10 +148,12 @@ def load_model(path: str | Path) -> Split:
         model = own_model(name, torch.Generator(), torch.zeros(1, *about["shape"]), *sizes)
     else:
         model = build(name, *sizes, about["norm"])
+    model = skeleton(about["method"], model)
+    layer = linear(model.classifier) if about["normalised"] else plain(model.classifier)
     if about["transforms"]:
-        model.classifier = torch.nn.Sequential(*map(Transform, about["transforms"]), linear(model.classifier))
+        model.classifier = torch.nn.Sequential(*map(Transform, about["transforms"]), layer)
     elif "classifier.weight" in tree:
-        model.classifier = linear(model.classifier)
+        model.classifier = layer
     try:
         model.load_state_dict(tree)
     except RuntimeError as error:

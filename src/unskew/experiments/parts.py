@@ -1,56 +1,45 @@
-"""From the names in an experiment to values: its data, cut, network, method and calibrators."""
+"""From the names in an experiment to values: data, cut, network, method, calibrators, ways to personal models."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import runpy
-import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unskew.algorithms import Algorithm, fedavg, methods
+from unskew.algorithms import fedavg
 from unskew.data import Dataset, load
 from unskew.download import Progress
 from unskew.engine import engines
-from unskew.errors import UnskewError, UsageError, lookup
-from unskew.experiments.experiment import Experiment, converted, parse
+from unskew.errors import COUNT, UsageError, check_number, lookup
+from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, calibrators, check_training, oracle
+from unskew.methods import Method, method
 from unskew.models import Split, build, split
 from unskew.partition import Federation, federate, partitions
+from unskew.personal import Way, ways
 from unskew.seeds import generator
+from unskew.specs import called, converted, defaults_of, made, own, parse
 from unskew.transforms import Transform
 
 SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 AUTO_MODELS = ("small-cnn", "cnn")  # for grey images, for others
 
-Made = TypeVar("Made")
-
-
-def made(kind: str, spec: str, factories: Mapping[str, Callable[..., Made]]) -> Made:
-    """The value of a spec such as "fedprox:mu=0.1": its factory, called with its options."""
-    name, options = parse(spec)
-    factory = lookup(kind, name, factories)
-    defaults = {key: parameter.default for key, parameter in inspect.signature(factory).parameters.items()}
-    return factory(**converted(spec, options, defaults))
-
 
 # ---------------------------------------------------------------------------------------------- method and calibrators
 
 
-def algorithm_of(experiment: Experiment) -> Algorithm:
-    """The training method that an experiment names; in one place, any method is plain SGD."""
-    if experiment.central:
-        return fedavg()
-    name, options = parse(experiment.method)
-    counted = "population" in inspect.signature(lookup("method", name, methods)).parameters
-    spec = experiment.method + (f":population={experiment.clients}" if counted and "population" not in options else "")
-    return made("method", spec, methods)
+def method_of(experiment: Experiment) -> Method:
+    """The training method that an experiment names; in one place only its model, its loss and what it fixes remain."""
+    named = method(experiment.method, experiment.clients)
+    if not experiment.central:
+        return named
+    kept = {name: getattr(named.algorithm, name) for name in ("criterion", "frozen", "fits")}
+    return named._replace(algorithm=replace(fedavg(), **kept))
 
 
 Yardstick = Callable[[Split, Iterable[tuple[Tensor, Tensor]], torch.Generator], Split]
@@ -67,8 +56,47 @@ known_calibrators: dict[str, Callable[..., Calibrator | Yardstick]] = {**calibra
 
 def calibrators_of(experiment: Experiment) -> dict[str, Calibrator | Yardstick]:
     """The calibrators that an experiment asks for, and the oracle where it does."""
-    specs = [spec.strip() for spec in experiment.calibrate.split(",") if spec.strip() not in ("", "none")]
-    return {spec: made("calibrator", spec, known_calibrators) for spec in specs}
+    return {spec: made("calibrator", spec, known_calibrators) for spec in _listed(_calibrate(experiment))}
+
+
+def _calibrate(experiment: Experiment) -> str:
+    """What `calibrate` says, or stands for."""
+    auto = "ccvr,ffc,oracle" if experiment.personal == "none" else "none"
+    return auto if experiment.calibrate == "auto" else experiment.calibrate
+
+
+def recalibration_of(experiment: Experiment) -> tuple[Calibrator, int] | None:
+    """The calibrator to use during training and the rounds between two uses, if the experiment asks for it."""
+    if not _listed(experiment.recalibrate):
+        return None
+    spec = experiment.recalibrate.strip()
+    name, options = parse(spec)
+    every = int(converted(spec, {"every": options.pop("every", "10")}, {"every": 10})["every"])
+    calibrator = made(
+        "calibrator", ":".join([name, *(f"{key}={value}" for key, value in options.items())]), calibrators
+    )
+    check_number(f"every in {spec!r}", every, COUNT)
+    if every > experiment.rounds:
+        raise UsageError(f"recalibrate is {spec!r}, but there are {experiment.rounds} rounds: it would never happen")
+    return calibrator, every
+
+
+def ways_of(experiment: Experiment) -> dict[str, Way]:
+    """The ways to personal models that an experiment asks for; their SGD is that of the training unless they say."""
+    found = {}
+    for spec in _listed(experiment.personal):
+        name, options = parse(spec)
+        factory = lookup("way to personal models", name, ways)
+        given = converted(spec, options, defaults_of(factory))
+        training: dict[str, Any] = {
+            key: getattr(experiment, key) for key in ("lr", "batch", "momentum") if key in defaults_of(factory)
+        }
+        found[spec] = factory(**{**training, **given})
+    return found
+
+
+def _listed(specs: str) -> list[str]:
+    return [spec.strip() for spec in specs.split(",") if spec.strip() not in ("", "none")]
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -80,19 +108,25 @@ def data_of(experiment: Experiment, progress: Progress | None = None) -> Dataset
 
 
 def federation_of(experiment: Experiment, data: Dataset) -> Federation:
-    """The data, cut; or in one place for a central run."""
+    """The data, cut, with each client's part held out for personal models; or in one place for a central run."""
     if experiment.central:
         return Federation(data, (torch.arange(len(data.y), device=data.y.device),))
     factory = lookup("partition", experiment.partition, partitions)
     wanted = inspect.signature(factory).parameters
     options = {name: value for name, value in asdict(experiment).items() if name in wanted}
-    return federate(data, factory(**options), experiment.cut_seed)
+    held_out = experiment.held_out if _listed(experiment.personal) else 0.0
+    return federate(data, factory(**options), experiment.cut_seed, held_out)
 
 
 # ---------------------------------------------------------------------------------------------- network, device, engine
 
 
 def model_of(experiment: Experiment, data: Dataset) -> Split:
+    """The model that an experiment trains: its network, with initial weights, in the variant of its method."""
+    return method_of(experiment).variant(_network_of(experiment, data), generator(experiment.seed, "variant"))
+
+
+def _network_of(experiment: Experiment, data: Dataset) -> Split:
     """The network that an experiment names, or that a function in a file makes, with its initial weights."""
     draw = generator(experiment.seed, "model")
     if ".py:" in experiment.model:
@@ -103,27 +137,19 @@ def model_of(experiment: Experiment, data: Dataset) -> Split:
 
 def own_model(spec: str, draw: torch.Generator, example: Tensor, classes: int, channels: int, size: int) -> Split:
     """The network of "file.py:function": called with those of classes, channels and size that it takes, then cut."""
-    path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise UsageError(f"model is {spec!r}: there is no file {path!r}")
+    function = own("model", spec)
     offered = {"classes": classes, "channels": channels, "size": size}
-    try:
-        function = runpy.run_path(path).get(name)
-        if not callable(function):
-            raise UsageError(f"model is {spec!r}: {path} has no function {name!r}")
+
+    def build_and_cut() -> Split:
         taken = {key: value for key, value in offered.items() if key in inspect.signature(function).parameters}
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(draw.initial_seed())
             module = function(**taken)
         if not isinstance(module, nn.Module):
-            raise UsageError(f"model is {spec!r}: {name} returned {type(module).__name__}, not an nn.Module")
+            raise UsageError(f"model is {spec!r}: it returned {type(module).__name__}, not an nn.Module")
         return module if isinstance(module, Split) else split(module, example.float())
-    except UnskewError:
-        raise
-    except Exception as error:  # of the user's code: say where
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}, line {place.lineno}"
-        raise UsageError(f"model is {spec!r}, which fails: {type(error).__name__}: {error} ({where})") from error
+
+    return called("model", spec, build_and_cut)
 
 
 def settled(experiment: Experiment, data: Dataset) -> tuple[Experiment, Split]:
@@ -141,7 +167,7 @@ def settled(experiment: Experiment, data: Dataset) -> tuple[Experiment, Split]:
         reason = str(error).splitlines()[0]
         raise UsageError(f"device is {device!r}, which can't be used here ({reason}): try cpu") from None
     name = AUTO_MODELS[data.channels != 1] if experiment.model == "auto" else experiment.model
-    experiment = replace(experiment, device=device, model=name)
+    experiment = replace(experiment, device=device, model=name, calibrate=_calibrate(experiment))
     model = model_of(experiment, data)
     small = sum(value.numel() for value in model.parameters()) < SMALL
     engine, threads = experiment.engine, experiment.threads
@@ -154,6 +180,7 @@ def settled(experiment: Experiment, data: Dataset) -> tuple[Experiment, Split]:
 
 def settled_like(experiment: Experiment, held: Experiment) -> Experiment:
     """The experiment with every "auto" read as `held` has settled it, where it can mean that."""
-    free = {"device": "auto", "engine": "auto", "threads": 0} | ({"model": "auto"} if held.model in AUTO_MODELS else {})
+    free = {"device": "auto", "engine": "auto", "threads": 0, "calibrate": "auto"}
+    free |= {"model": "auto"} if held.model in AUTO_MODELS else {}
     taken = {name: getattr(held, name) for name, auto in free.items() if getattr(experiment, name) == auto}
     return replace(experiment, **taken)

@@ -22,22 +22,34 @@ from pathlib import Path
 import torch
 
 from unskew import __version__
+from unskew.algorithms import Algorithm
+from unskew.costs import statistics_in_papers, traffic
 from unskew.data import Dataset, draw_crops, gather
 from unskew.download import Progress
-from unskew.engine import engines, installed
+from unskew.engine import at_home, engines, installed, network
 from unskew.errors import DataError, UsageError, lookup
-from unskew.evaluate import batches, score
+from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import claim, examine, load_round, save_model, save_round
-from unskew.experiments.parts import Yardstick, algorithm_of, calibrators_of, data_of, federation_of, settled
+from unskew.experiments.parts import (
+    Yardstick,
+    calibrators_of,
+    data_of,
+    federation_of,
+    method_of,
+    recalibration_of,
+    settled,
+    ways_of,
+)
 from unskew.heads import Calibrator, calibrate
-from unskew.models import Split
+from unskew.models import Split, body
 from unskew.optim import schedules
 from unskew.partition import Federation, table
+from unskew.personal import Way, own as own_models, personal_models, score_personal
 from unskew.results import Record, appended, rewrite, seal
 from unskew.seeds import generator
-from unskew.simulate import Round, check_batch, train
-from unskew.statistics import FeatureStats, collect
+from unskew.simulate import Round, check_batch, check_fit, collect_all, train
+from unskew.specs import parse
 
 
 def run(
@@ -49,7 +61,8 @@ def run(
     `unskew.download.fetch` describes.
     """
     out = Path(out)
-    makers, algorithm = calibrators_of(experiment), algorithm_of(experiment)
+    makers, algorithm, ways = calibrators_of(experiment), method_of(experiment).algorithm, ways_of(experiment)
+    recalibrate = recalibration_of(experiment)
     schedule = lookup("schedule", experiment.schedule, schedules)()
     experiment, records = examine(experiment, out, resume)
     if records and records[-1]["kind"] == "end":
@@ -59,12 +72,13 @@ def run(
     experiment, model = settled(experiment, data)
     data = data.to(experiment.device)
     federation = federation_of(experiment, data)
-    _try(experiment, model, data)
+    data = federation.data
+    local = _try(experiment, model, data, algorithm, recalibrate)
 
     claim(experiment, out)
     history, checkpoint = out / "records.jsonl", out / "checkpoint.safetensors"
     last = load_round(checkpoint, experiment) if checkpoint.exists() else None
-    start = _start(experiment, model, federation)
+    start = _start(experiment, model, federation, algorithm)
     records = _kept(records, last.number if last else 0, start, history) or [start]
     rewrite(history, records)
     yield from records
@@ -72,28 +86,40 @@ def run(
     options = {name: getattr(experiment, name) for name in names}
     with threads(experiment.threads):
         training = train(
-            model, federation, algorithm, schedule=schedule, engine=engines[experiment.engine], resume=last, **options
-        )
+            model, federation, algorithm, schedule=schedule, engine=engines[experiment.engine], recalibrate=recalibrate,
+            resume=last, **options,
+        )  # fmt: skip
         for last in training:
             evaluated = last.number % experiment.evaluate_every == 0 or last.number == experiment.rounds
-            records.append(_round(last, _scores(installed(model, last.params), data) if evaluated else {}))
+            scores = _record(_scored(model, federation, algorithm, last, local)) if evaluated else {}
+            records.append(_round(last, scores))
             appended(history, records[-1])  # first: a checkpoint without its record would leave a gap
             save_round(checkpoint, last, experiment)
             yield records[-1]
         assert last is not None
         trained = installed(model, last.params)
         save_model(out / "model.safetensors", trained, experiment, data)
-        for record in _calibrations(experiment, trained, federation, makers, out):
+        for record in itertools.chain(
+            _calibrations(experiment, trained, federation, makers, out),
+            _personal(experiment, model, federation, algorithm, last, ways),
+        ):
             records.append(record)
             yield appended(history, record)
     yield appended(history, {"kind": "end", "seconds": math.fsum(record.get("seconds", 0.0) for record in records)})
 
 
-def _try(experiment: Experiment, model: Split, data: Dataset) -> None:
-    """Refuse a batch, a network or crops that do not fit the data: two examples go through the network."""
+def _try(
+    experiment: Experiment,
+    model: Split,
+    data: Dataset,
+    algorithm: Algorithm,
+    recalibrate: tuple[Calibrator, int] | None,
+) -> bool:
+    """Refuse what does not fit together before anything is written; say whether clients keep parts of the model."""
     check_batch(experiment.batch, len(data.y))
+    net = network(model)
     try:
-        score(model, itertools.islice(batches(data, test=True, size=2), 1), data.classes)
+        check_fit(model, net, net.tree, data, algorithm, recalibrate)
     except RuntimeError as error:
         shape = " x ".join(map(str, data.x.shape[1:]))
         raise UsageError(
@@ -102,6 +128,24 @@ def _try(experiment: Experiment, model: Split, data: Dataset) -> None:
         ) from None
     if experiment.augment:
         gather(data.x[:1].cpu(), torch.zeros(1, dtype=torch.int64), draw_crops((1,), torch.Generator()))
+    local = bool(at_home(net, algorithm, net.tree))
+    ways, name = [parse(spec)[0] for spec in ways_of(experiment)], experiment.method
+    if ways and experiment.central:
+        raise UsageError("personal models need clients: leave out --central or --personal")
+    if local and not ways:
+        raise UsageError(
+            f"{name} keeps parts of the model with each client, so there is no one model to test: add --personal own"
+        )
+    if not local and "own" in ways:
+        raise UsageError(
+            f"--personal own, but {name} has no local part: every client's own model would be the same one. Let them "
+            "fine-tune it (--personal head, all or ffc), or train with lg_fedavg or fedrep"
+        )
+    if calibrators_of(experiment) and not all(map(algorithm.shared, filter(body, net.tree))):
+        raise UsageError(
+            f"--calibrate needs features that clients share, but {name} keeps them at home: use --calibrate none"
+        )
+    return local
 
 
 @contextlib.contextmanager
@@ -118,8 +162,10 @@ def threads(count: int) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _start(experiment: Experiment, model: Split, federation: Federation) -> Record:
+def _start(experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm) -> Record:
     """What was run, on what."""
+    sent = traffic(model, algorithm)
+    (down, up), (down_in_papers, up_in_papers) = sent.bytes(), sent.in_papers()
     data, cuda = federation.data, experiment.device.startswith("cuda")
     return {
         "kind": "start",
@@ -129,6 +175,7 @@ def _start(experiment: Experiment, model: Split, federation: Federation) -> Reco
         "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores",
         "parameters": sum(value.numel() for value in model.parameters()),
         "contents": {"data": seal({"x": data.x, "y": data.y}, {}), "network": seal(model.state_dict(), {})},
+        "bytes": {"down": down, "up": up, "down_in_papers": down_in_papers, "up_in_papers": up_in_papers},
         "labels": list(data.labels),
         "table": table(data.y.cpu(), tuple(part.cpu() for part in federation.clients), data.classes).tolist(),
     }
@@ -156,14 +203,22 @@ def _kept(records: list[Record], reached: int, start: Record, history: Path) -> 
     return kept
 
 
-def _scores(model: Split, data: Dataset) -> Record:
-    """How a model does on the test data; None for a class that it does not hold."""
-    scores = score(model, batches(data, test=True), data.classes)
+def _scored(model: Split, federation: Federation, algorithm: Algorithm, last: Round, local: bool) -> Scores:
+    """How the model does on the test data; where clients keep parts of it, theirs on what they hold out."""
+    data = federation.data
+    if not local:
+        return score(installed(model, last.params), batches(data, test=True), data.classes)
+    own = personal_models(model, federation, algorithm, last, own_models())
+    return functools.reduce(operator.add, score_personal(own, federation).scores)
+
+
+def _record(scores: Scores) -> Record:
+    """Scores for a record; None for a class without examples."""
     per_class = [None if math.isnan(value) else value for value in scores.per_class]
     return {"accuracy": scores.accuracy, "worst_class": scores.worst_class, "per_class": per_class}
 
 
-# ---------------------------------------------------------------------------------------------- calibration
+# ---------------------------------------------------------------------------------------------- after training
 
 
 def _calibrations(
@@ -171,26 +226,41 @@ def _calibrations(
 ) -> Iterator[Record]:
     """Score the trained model as it is and after each calibration, and keep each calibrated model."""
     data = federation.data
-    yield {"kind": "calibration", "name": "none", **_scores(model, data), "bytes_per_client": 0, "seconds": 0.0}
+
+    def scored(model: Split) -> Record:
+        return _record(score(model, batches(data, test=True), data.classes))
+
+    if not makers and federation.tests:  # the last round and the personal models say all
+        return
+    yield {"kind": "calibration", "name": "none", **scored(model), "bytes_per_client": 0, "seconds": 0.0}
     for spec, maker in makers.items():
         draw = generator(experiment.seed, "calibrate", spec)
         began = time.perf_counter()
         if isinstance(maker, Calibrator):
-            total = _collected(model, federation, maker)
+            total = collect_all(model, federation, maker)
             calibrated, sent = calibrate(model, total, maker, draw), total.nbytes
-        else:
-            calibrated, sent = maker(model, batches(data), draw), None  # real features: nothing that a client may send
+            in_papers = statistics_in_papers(maker.form, data.classes, model.dimension)
+        else:  # real features: nothing that a client may send
+            calibrated, sent, in_papers = maker(model, batches(data), draw), None, None
         seconds = time.perf_counter() - began
         file = f"calibrated-{spec.replace(':', '-').replace('=', '')}.safetensors"
         save_model(out / file, calibrated, experiment, data)
-        yield {"kind": "calibration", "name": spec, **_scores(calibrated, data), "bytes_per_client": sent,
-               "seconds": seconds, "file": file}  # fmt: skip
+        yield {"kind": "calibration", "name": spec, **scored(calibrated), "bytes_per_client": sent,
+               "bytes_in_papers": in_papers, "seconds": seconds, "file": file}  # fmt: skip
 
 
-def _collected(model: Split, federation: Federation, maker: Calibrator) -> FeatureStats:
-    """The sum of the clients' statistics, as a calibrator needs them."""
-    data = federation.data
-    return functools.reduce(
-        operator.add,
-        (collect(model, batches(data, rows), data.classes, maker.form, maker.transform) for rows in federation.clients),
-    )
+def _personal(
+    experiment: Experiment,
+    model: Split,
+    federation: Federation,
+    algorithm: Algorithm,
+    last: Round,
+    ways: dict[str, Way],
+) -> Iterator[Record]:
+    """Make personal models in each way, and score each on what its client holds out."""
+    for spec, way in ways.items():
+        began = time.perf_counter()
+        models = personal_models(model, federation, algorithm, last, way, experiment.seed)
+        result = score_personal(models, federation)
+        yield {"kind": "personal", "name": spec, "mean": result.mean, "deviation": result.deviation,
+               "accuracies": result.accuracies, "seconds": time.perf_counter() - began}  # fmt: skip

@@ -15,8 +15,8 @@ from unskew.models import head
 from unskew.partition import Federation
 from unskew.seeds import generator
 from unskew.simulate import train
-from unskew.spheres import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes
 from unskew.statistics import collect
+from unskew.variants import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes
 
 
 @pytest.mark.parametrize("place", [qr, gram_schmidt])

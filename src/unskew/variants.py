@@ -1,9 +1,10 @@
-"""Models on the sphere: SphereFed's (features of unit norm, a fixed classifier; 4.1, D), and CCVR's clsnorm (3.3).
+"""Variants of a model that methods ask for: SphereFed's (features of unit norm, a fixed classifier; 4.1, D), CCVR's
+clsnorm (3.3), MOON's projection head.
 
-`spherical(model)` makes one of any `Split`; `on_sphere(base)` in `algorithms` trains it. `directions` are the ways to
-place the rows: orthonormal by QR or by Gram-Schmidt (Equation 4), random as He et al. draw them ("Fix (R)" in Table
-3), by Tammes' problem (as far apart as gradient descent gets them), or a simplex (equal angles, the widest that there
-are).
+Each takes a `Split` and returns another; `unskew.methods` puts them together with the algorithms that train them.
+`directions` are the ways to place a fixed classifier's rows: orthonormal by QR or by Gram-Schmidt (Equation 4), random
+as He et al. draw them ("Fix (R)" in Table 3), by Tammes' problem (as far apart as gradient descent gets them), or a
+simplex (equal angles, the widest that there are).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unskew.errors import UsageError, lookup
+from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.models import Split, linear, linear_of
 from unskew.transforms import Transform
 
@@ -25,14 +26,26 @@ log = logging.getLogger(__name__)
 
 
 def spherical(model: Split, rows: str = "qr", generator: torch.Generator | None = None) -> Split:
-    """A copy of the model with unit-norm features and a fixed, bias-free classifier, its rows placed by `rows`.
-
-    The classifier is a constant: it needs no gradient, so no engine trains, uploads or averages it. The placement is
-    drawn from `generator`, by default one of a fixed seed, since all clients must have the same.
+    """SphereFed's model: unit-norm features and a fixed, bias-free classifier, its rows placed by `rows`.
 
     >>> net = spherical(Split(nn.Flatten(), nn.Linear(16, 3)))
     >>> net.features(torch.ones(2, 1, 4, 4)).norm(dim=1).round(decimals=4)
     tensor([1., 1.])
+    """
+    return fixed_classifier(unit_features(model), rows, generator)
+
+
+def unit_features(model: Split) -> Split:
+    """A copy of the model whose features have unit norm: "Norm" in SphereFed's Table 3."""
+    features = nn.Sequential(copy.deepcopy(model.features), Transform("unit"))
+    return Split(features, copy.deepcopy(model.classifier), model.layer).train(model.training)
+
+
+def fixed_classifier(model: Split, rows: str = "qr", generator: torch.Generator | None = None) -> Split:
+    """A copy of the model with a fixed, bias-free classifier: "Fix (R)" with `rows="he"`, else "Fix (OU)".
+
+    The classifier is a constant: it needs no gradient, so no engine trains, uploads or averages it. Its rows are drawn
+    from `generator`, by default one of a fixed seed, since all clients must have the same.
     """
     old = linear(model.classifier)
     place = lookup("placement of rows", rows, directions)
@@ -43,11 +56,9 @@ def spherical(model: Split, rows: str = "qr", generator: torch.Generator | None 
             old.in_features,
         )
         place = tammes
-    generator = generator if generator is not None else torch.Generator().manual_seed(0)
-    weight = place(old.out_features, old.in_features, generator)
+    weight = place(old.out_features, old.in_features, generator or torch.Generator().manual_seed(0))
     classifier = linear_of(weight.to(old.weight)).requires_grad_(False)
-    features = nn.Sequential(copy.deepcopy(model.features), Transform("unit"))
-    return Split(features, classifier, model.layer).train(model.training)
+    return Split(copy.deepcopy(model.features), classifier, model.layer).train(model.training)
 
 
 class NormalisedLinear(nn.Linear):
@@ -70,6 +81,31 @@ def clsnorm(model: Split) -> Split:
     """
     classifier = linear_of(linear(model.classifier).weight, kind=NormalisedLinear)
     return Split(copy.deepcopy(model.features), classifier, model.layer).train(model.training)
+
+
+def projection(model: Split, width: int = 256, generator: torch.Generator | None = None) -> Split:
+    """A copy of the model with a projection head of two linear layers before a new classifier: what MOON contrasts.
+
+    Li, He, Song 2021 put such a head behind every network; CCVR's CNN has one of its own (layers 5 and 6 of Table 6).
+
+    >>> projection(Split(nn.Flatten(), nn.Linear(16, 3)), width=8).dimension
+    8
+    """
+    check_number("width", width, COUNT)
+    old = linear(model.classifier)
+    seed = int(torch.randint(2**63 - 1, (), generator=generator or torch.Generator().manual_seed(0)))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        inner, outer = nn.Linear(old.in_features, old.in_features), nn.Linear(old.in_features, width)
+        classifier = nn.Linear(width, old.out_features, bias=old.bias is not None)
+    features = nn.Sequential(copy.deepcopy(model.features), inner, nn.ReLU(), outer)
+    return Split(features, classifier, model.layer).to(old.weight).train(model.training)
+
+
+def projected(model: Split) -> bool:
+    """Whether the features end in a linear layer, activations and norms without parameters aside."""
+    last = [part for part in model.features.modules() if any(True for _ in part.parameters(recurse=False))][-1:]
+    return bool(last) and isinstance(last[0], nn.Linear)
 
 
 def qr(classes: int, dimension: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,195 @@
+"""Tables: many runs by one command, each in a folder of its own, so that a table that was stopped goes on.
+
+A `Table` is a title and rows of experiments, one a seed. `filled` runs what is missing, several at a time in processes
+of their own; `markdown` writes mean and spread over the seeds, what was run on what, and which methods did not help.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import signal
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from unskew.experiments.experiment import Experiment
+from unskew.results import Record
+
+
+class Table(NamedTuple):
+    """Rows of a table, each with one experiment a seed; the columns are the calibrations of their models."""
+
+    title: str
+    rows: dict[str, list[Experiment]]
+    note: str  # why it is set up as it is
+
+
+# ---------------------------------------------------------------------------------------------- digits
+
+BASES = {
+    "FedAvg": "fedavg", "FedProx": "fedprox", "FedNova": "fednova", "FedOpt": "fedopt", "FedAvgM": "fedavgm",
+    "MOON": "moon", "SCAFFOLD": "scaffold",
+}  # fmt: skip
+POLICIES = {"": ("", 0.03), ", frozen head": ("+frozen_head", 0.1), ", on sphere": ("+on_sphere", 0.3)}
+DIGITS = Experiment(norm="none", rounds=5, epochs=5, batch=32, calibrate="ccvr,ffc,oracle")
+
+
+def _seeded(experiment: Experiment, seeds: range) -> list[Experiment]:
+    """The experiment with each seed, of the cut and of all else."""
+    return [replace(experiment, seed=seed, cut_seed=seed) for seed in seeds]
+
+
+def digits() -> Table:
+    """Every base method x {plain, frozen head, on sphere} x {none, CCVR, FFC, oracle} on digits, Dirichlet(0.1)."""
+    return Table(
+        "Digits, 10 clients, Dirichlet(0.1)",
+        {
+            base + policy: _seeded(replace(DIGITS, method=spec + piece, lr=lr), range(5))
+            for base, spec in BASES.items()
+            for policy, (piece, lr) in POLICIES.items()
+        },
+        "5 rounds of 5 epochs. The learning rates, 0.03 (plain), 0.1 (frozen head) and 0.3 (on sphere), were chosen with "
+        "FedAvg on three other cuts (`unskew table digits-rates`), by mean accuracy as trained. Methods' options are "
+        "their defaults.",
+    )
+
+
+def digits_rates() -> Table:
+    """How the learning rates of `digits` were chosen: FedAvg with each policy, on other cuts."""
+    rates = (0.01, 0.03, 0.1, 0.3, 1.0)
+    return Table(
+        "Learning rates for digits, 10 clients, Dirichlet(0.1)",
+        {
+            f"FedAvg{policy}, {lr:g}": _seeded(
+                replace(DIGITS, method=f"fedavg{piece}", lr=lr, calibrate="ffc"), range(100, 103)
+            )
+            for policy, (piece, _) in POLICIES.items()
+            for lr in rates
+        },
+        "On cuts 100 to 102, which `unskew table digits` does not use.",
+    )
+
+
+tables = {"digits": digits, "digits-rates": digits_rates}
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+class Result(NamedTuple):
+    """One run of a table."""
+
+    row: str
+    records: list[Record]  # none if it diverged
+
+
+def filled(table: Table, out: Path, jobs: int) -> Iterator[Result]:
+    """Run what is missing of a table, `jobs` runs at a time, yielding results as they come."""
+    todo = [(row, experiment) for row, experiments in table.rows.items() for experiment in experiments]
+    if jobs == 1:
+        yield from (_one(out, item) for item in todo)
+        return
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(jobs, initializer=_quietly) as pool:  # leaving it ends its processes: runs go on another time
+        yield from pool.imap_unordered(functools.partial(_one, out), todo)
+
+
+def _quietly() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+
+
+def _one(out: Path, item: tuple[str, Experiment]) -> Result:
+    from unskew.experiments.runner import run
+    from unskew.simulate import Diverged
+
+    row, experiment = item
+    try:
+        return Result(row, list(run(experiment, out / experiment.digest[:12], resume=True)))
+    except Diverged:
+        return Result(row, [])
+
+
+# ---------------------------------------------------------------------------------------------- showing
+
+
+class Cell(NamedTuple):
+    """Test accuracies over the seeds, in percent."""
+
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return statistics.fmean(self.values)
+
+    def __str__(self) -> str:
+        spread = f" ± {statistics.stdev(self.values):.1f}" if len(self.values) > 1 else ""
+        return f"{self.mean:.1f}{spread}"
+
+
+def cells(table: Table, results: list[Result]) -> dict[str, dict[str, Cell]]:
+    """The accuracies by row and calibration; a row with a run that diverged has no cells."""
+    found: dict[str, dict[str, Cell]] = {}
+    for row, experiments in table.rows.items():
+        runs = [result.records for result in results if result.row == row]
+        complete = [records for records in runs if records]
+        found[row] = {}
+        for name in [record["name"] for record in (complete or [[]])[0] if record["kind"] == "calibration"]:
+            values = [
+                100 * record["accuracy"]
+                for records in complete
+                for record in records
+                if record["kind"] == "calibration" and record["name"] == name
+            ]
+            if len(values) == len(experiments):
+                found[row][name] = Cell(values)
+    return found
+
+
+def markdown(name: str, table: Table, results: list[Result]) -> str:
+    """The table as text, with what it takes to repeat it."""
+    found = cells(table, results)
+    columns = list(next((row for row in found.values() if row), {}))
+    seeds = len(next(iter(table.rows.values())))
+    start = next(result.records[0] for result in results if result.records)
+    versions = ", ".join(f"{key} {value}" for key, value in start["versions"].items())
+    lines = [
+        f"# {table.title}",
+        "",
+        f"`unskew table {name}`: test accuracy in %, mean ± standard deviation over {seeds} seeds, which change the cut, "
+        f"the network and the batches. {start['hardware']}; {versions}.",
+        "",
+        table.note,
+        "",
+        "| | " + " | ".join("as trained" if column == "none" else column for column in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for row, cell in found.items():
+        lines.append(f"| {row} | " + " | ".join(str(cell.get(column, "diverged")) for column in columns) + " |")
+    return "\n".join([*lines, "", *_unhelpful(found, columns)]) + "\n"
+
+
+def _unhelpful(found: dict[str, dict[str, Cell]], columns: list[str]) -> list[str]:
+    """Which calibrations and which methods did not raise the mean, in words."""
+    whole = {row: cell for row, cell in found.items() if cell.keys() == set(columns)}
+    lines = ["## Where it does not help", ""]
+    for column in columns[1:]:
+        gains = {row: cell[column].mean - cell["none"].mean for row, cell in whole.items()}
+        worse = ", ".join(f"{row} ({gain:+.1f})" for row, gain in gains.items() if gain <= 0) or "no row"
+        lines.append(
+            f"* {column} changes the mean by {min(gains.values()):+.1f} to {max(gains.values()):+.1f} points; "
+            f"it does not raise it in: {worse}."
+        )
+    first = next(iter(whole))
+    for column in columns:
+        worse = ", ".join(
+            f"{row} ({cell[column].mean - whole[first][column].mean:+.1f})"
+            for row, cell in whole.items()
+            if row != first and cell[column].mean <= whole[first][column].mean
+        )
+        label = "As trained" if column == "none" else f"After {column}"
+        lines.append(f"* {label}, not above {first}: {worse or 'no row'}.")
+    return lines
