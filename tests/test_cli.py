@@ -246,7 +246,7 @@ WRONG = {
     "method's file": (["--method", "no.py:mine"], "method is 'no.py:mine': there is no file 'no.py'"),
     "method's function": (["--method", "own.py:mine"], "own.py has no function 'mine'"),
     "no method": (["--method", "own.py:nothing"], "returned int, not an Algorithm"),
-    "broken method": (["--method", "fednova+own.py:broken"], "NameError: name 'undefined_name' is not defined ("),
+    "broken method": (["--method", "own.py:broken"], "NameError: name 'undefined_name' is not defined ("),
     "rows": (["--method", "on_sphere:rows=cube"], "unknown placement of rows 'cube'"),
     "recalibrate": (["--recalibrate", "ffc:every=9"], "it would never happen"),
     "augment": (["--data", "small.npz", "--augment"], "don't augment"),
@@ -430,7 +430,7 @@ def test_personal_models_are_shown(data, here) -> None:
     assert answer.code == 0, answer.err
     assert re.search(r"own +[\d.]+ ± [\d.]+ +[\d.]+", answer.out)
     assert re.search(r"head:epochs=1 +[\d.]+ ± [\d.]+", answer.out)
-    assert "mean ± standard deviation over clients" in answer.out
+    assert "mean ± deviation over clients" in answer.out
     assert not (here / "run" / "per_class.png").exists()
 
 

@@ -527,7 +527,7 @@ def test_a_run_counts_what_travels(data, tmp_path) -> None:
 def test_personal_runs(data, tmp_path, method, personal, engine) -> None:
     experiment = experiment_of(data, method=method, personal=personal, calibrate="auto", engine=engine)
     records = list(run(experiment, tmp_path / "run"))
-    specs = personal.split(",")
+    specs = [*([] if "own" in personal else ["none"]), *personal.split(",")]
     assert kinds(records) == ["start", *["personal"] * len(specs), "end"]
     made = [record for record in records if record["kind"] == "personal"]
     assert [record["name"] for record in made] == specs

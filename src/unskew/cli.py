@@ -245,7 +245,7 @@ def _report(records: list[Record], out: Path) -> None:
             )
         _show(table)
     if own:
-        title = "each client's model on what it holds out: mean ± standard deviation over clients"
+        title = "on held-out data: mean ± deviation over clients"
         table = _table("personal models", "accuracy (%)", "lowest (%)", "seconds", title=title)
         for record in own:
             spread = f"{100 * record['mean']:.1f} ± {100 * record['deviation']:.1f}"

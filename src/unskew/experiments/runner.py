@@ -45,7 +45,7 @@ from unskew.heads import Calibrator, calibrate
 from unskew.models import Split, body
 from unskew.optim import schedules
 from unskew.partition import Federation, table
-from unskew.personal import Way, own as own_models, personal_models, score_personal
+from unskew.personal import own as own_models, personal_models, score_personal
 from unskew.results import Record, appended, rewrite, seal
 from unskew.seeds import generator
 from unskew.simulate import Round, check_batch, check_fit, collect_all, train
@@ -61,8 +61,8 @@ def run(
     `unskew.download.fetch` describes.
     """
     out = Path(out)
-    makers, algorithm, ways = calibrators_of(experiment), method_of(experiment).algorithm, ways_of(experiment)
-    recalibrate = recalibration_of(experiment)
+    makers, algorithm = calibrators_of(experiment), method_of(experiment).algorithm
+    recalibrate, _ = recalibration_of(experiment), ways_of(experiment)
     schedule = lookup("schedule", experiment.schedule, schedules)()
     experiment, records = examine(experiment, out, resume)
     if records and records[-1]["kind"] == "end":
@@ -101,7 +101,7 @@ def run(
         save_model(out / "model.safetensors", trained, experiment, data)
         for record in itertools.chain(
             _calibrations(experiment, trained, federation, makers, out),
-            _personal(experiment, model, federation, algorithm, last, ways),
+            _personal(experiment, model, federation, algorithm, last, local),
         ):
             records.append(record)
             yield appended(history, record)
@@ -250,14 +250,12 @@ def _calibrations(
 
 
 def _personal(
-    experiment: Experiment,
-    model: Split,
-    federation: Federation,
-    algorithm: Algorithm,
-    last: Round,
-    ways: dict[str, Way],
+    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, last: Round, local: bool
 ) -> Iterator[Record]:
-    """Make personal models in each way, and score each on what its client holds out."""
+    """Score the one model of all at each client, where there is one, and personal models made in each way."""
+    ways = ways_of(experiment)
+    if ways and not local:
+        ways = {"none": lambda model, site: model, **ways}
     for spec, way in ways.items():
         began = time.perf_counter()
         models = personal_models(model, federation, algorithm, last, way, experiment.seed)

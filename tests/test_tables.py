@@ -1,0 +1,124 @@
+"""Tables: runs by one command, kept, resumed, and written with their spread."""
+
+import os
+import re
+import signal
+import statistics
+import time
+
+import pytest
+
+from commands import blobs, subprocess_of, unskew
+from unskew import Experiment
+from unskew.experiments import tables
+from unskew.experiments.tables import Cell, Result, Table, cells, digits, filled, markdown
+from unskew.methods import method
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A table of two rows and two seeds on small data, and one row that diverges."""
+    monkeypatch.chdir(tmp_path)
+    data = str(blobs(tmp_path / "blobs.npz"))
+    plain = Experiment(data=data, clients=3, alpha=1.0, rounds=1, epochs=1, batch=8, calibrate="ffc", threads=1)
+
+    def made():
+        from unskew.experiments.tables import _seeded
+
+        rows = {"FedAvg": {}, "FedProx": {"method": "fedprox"}, "Wild": {"lr": 1e30, "rounds": 3}}
+        from dataclasses import replace
+
+        return Table(
+            "Small", {name: _seeded(replace(plain, **given), range(2)) for name, given in rows.items()}, "A note."
+        )
+
+    monkeypatch.setitem(tables.tables, "small", made)
+    return made()
+
+
+def test_the_table_of_digits_is_every_base_with_every_policy():
+    table = digits()
+    assert len(table.rows) == 7 * 3
+    specs = {experiment.method for experiments in table.rows.values() for experiment in experiments}
+    assert len(specs) == 21
+    for spec in specs:
+        method(spec)
+    for experiments in table.rows.values():
+        assert [(e.seed, e.cut_seed) for e in experiments] == [(seed, seed) for seed in range(5)]
+        assert {(e.data, e.partition, e.alpha, e.calibrate) for e in experiments} == {
+            ("digits", "dirichlet", 0.1, "ccvr,ffc,oracle")
+        }
+    rates = tables.digits_rates()
+    other = {e.cut_seed for experiments in rates.rows.values() for e in experiments}
+    assert not other & set(range(5))  # rates are not chosen on the cuts that are reported
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_table_is_filled_and_kept(small, tmp_path, jobs):
+    results = list(filled(small, tmp_path / "runs", jobs))
+    assert sorted(result.row for result in results) == ["FedAvg", "FedAvg", "FedProx", "FedProx", "Wild", "Wild"]
+    found = cells(small, results)
+    assert found["Wild"] == {}
+    for row in ("FedAvg", "FedProx"):
+        assert list(found[row]) == ["none", "ffc"]
+        expected = [
+            100 * record["accuracy"]
+            for result in results
+            if result.row == row
+            for record in result.records
+            if record.get("name") == "ffc"
+        ]
+        assert sorted(found[row]["ffc"].values) == sorted(expected)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("records.jsonl")}
+    again = list(filled(small, tmp_path / "runs", jobs))
+    assert cells(small, again).keys() == found.keys()
+    finished = {path for path in before if '"end"' in path.read_text()}
+    assert len(finished) == 4
+    assert all(path.stat().st_mtime_ns == before[path] for path in finished)
+
+
+def test_a_cell_is_mean_and_sample_deviation():
+    assert str(Cell([90.0, 92.0, 97.0])) == f"93.0 ± {statistics.stdev([90, 92, 97]):.1f}"
+    assert str(Cell([90.0])) == "90.0"
+
+
+def test_what_does_not_help_is_said():
+    def result(row, none, ffc):
+        made = [
+            {"kind": "calibration", "name": name, "accuracy": value} for name, value in (("none", none), ("ffc", ffc))
+        ]
+        return Result(row, [{"kind": "start", "versions": {"unskew": "1"}, "hardware": "a machine"}, *made])
+
+    table = Table("T", {"FedAvg": [Experiment()], "Good": [Experiment()], "Bad": [Experiment()]}, "", "FedAvg")
+    text = markdown("t", table, [result("FedAvg", 0.5, 0.6), result("Good", 0.7, 0.8), result("Bad", 0.4, 0.3)])
+    assert "| Good | 70.0 | 80.0 |" in text
+    assert "ffc changes the mean by -10.0 to +10.0 points; it does not raise it in: Bad (-10.0)." in text
+    assert "As trained, not above FedAvg: Bad (-10.0)." in text
+    assert "a machine; unskew 1" in text
+
+
+def test_the_command(small, tmp_path):
+    answer = unskew("table", "small", "--jobs", 1)
+    assert answer.code == 0, answer.err
+    text = (tmp_path / "results" / "small.md").read_text()
+    assert re.search(r"\| FedAvg \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|", text)
+    assert "| Wild | diverged | diverged |" in text
+    assert "`unskew table small`" in text
+    assert "run 6 of 6" in answer.err
+    wrong = unskew("table", "smal")
+    assert wrong.code == 2
+    assert "unknown table 'smal': did you mean 'small'?" in wrong.err
+    assert "Every base method" in unskew("list", "tables").out
+
+
+def test_ctrl_c_ends_a_table_at_once_and_says_how_to_go_on(tmp_path):
+    process = subprocess_of("table", "digits", "--jobs", 2, "--out", tmp_path / "runs", "--write", tmp_path / "t.md")
+    until = time.monotonic() + 60
+    while not list((tmp_path / "runs").glob("*/records.jsonl")) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "of 105 runs; the same command goes on with the rest" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "t.md").exists()
