@@ -240,7 +240,7 @@ WRONG = {
     "broken file": (["--model", "broken.py:net"], "SyntaxError"),
     "network too deep": (["--model", "vgg13"], "vgg13"),
     "two head policies": (["--method", "fedrep+on_sphere", "--personal", "own"], "do not combine"),
-    "two bases": (["--method", "fednova+moon"], "do not combine: they settle the base method differently"),
+    "two bases": (["--method", "fednova+moon"], "do not combine: both settle the base method"),
     "no local part": (["--personal", "own"], "fedavg has no local part"),
     "local part": (["--method", "fedrep"], "add --personal own"),
     "method's file": (["--method", "no.py:mine"], "method is 'no.py:mine': there is no file 'no.py'"),
@@ -401,7 +401,9 @@ def test_every_method_has_one_line_with_its_source_and_its_options() -> None:
         (line,) = (line for line in lines if line.split()[:1] == [name])
         assert piece.about in line
         assert piece.source in line
-        assert all(f"{option}={value}" in line for option, value in piece.options.items())
+        assert all(f"{option}=" in line for option in piece.options)
+    assert "population=--clients" in "\n".join(lines)
+    assert "lr=--lr" in unskew("list", "personal").out
 
 
 def test_methods_as_the_papers_write_them(data, here) -> None:
@@ -425,13 +427,86 @@ def test_a_method_of_ones_own_from_another_folder(data, here) -> None:
     assert folder.name.startswith("blobs-mine.py-fedexp-")
 
 
+WRONG_METHODS = """
+from dataclasses import replace
+from unskew import fedavg
+from unskew.tree import add, scale, under
+
+def nested():
+    return replace(fedavg(), report=lambda params, context, work: ({"a": {}}, {}))
+
+def single():
+    return replace(fedavg(), report=lambda params, context, work: {})
+
+def forgetful():
+    return replace(fedavg(), update=lambda params, state, total: ({}, state))
+
+def typo():
+    def update(params, state, total):
+        return add(params, scale(under("dleta", total), 1 / total["weight"])), state
+    return replace(fedavg(), update=update)
+
+def reading(scale=1.0):
+    def correct(grads, params, context):
+        return {name: grad / max(grad.norm().item(), 1.0) for name, grad in grads.items()}
+    return replace(fedavg(), correct=correct)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nested", "`report` must return two dictionaries of tensors"),
+        ("single", "`report` must return two dictionaries of tensors"),
+        ("forgetful", "`update` must return a value for every tensor"),
+        ("typo", "KeyError: 'features"),
+        ("reading", "try --engine sequential, or torch.where"),
+    ],
+)
+def test_mistakes_in_a_method_of_ones_own_are_told_in_one_line(data, here, name, words) -> None:
+    (here / "mine.py").write_text(WRONG_METHODS)
+    answer = unskew("run", *tiny(data, method=f"mine.py:{name}", engine="batched"), "--out", "run")
+    assert answer.code == 2
+    assert words in answer.err
+    assert name not in ("typo", "reading") or "mine.py, line" in answer.err
+    assert len(answer.err.splitlines()) <= 2
+    assert not (here / "run").exists() or name in ("typo", "reading", "forgetful")
+    if name == "reading":
+        assert unskew("run", *tiny(data, method=f"mine.py:{name}", engine="sequential"), "--out", "plain").code == 0
+
+
+def test_a_method_s_file_that_has_changed_is_not_gone_on_with(data, here) -> None:
+    (here / "mine.py").write_text(WRONG_METHODS)
+    arguments = tiny(data, method="mine.py:reading", engine="sequential")
+    assert unskew("run", *arguments, "--out", "run").code == 0
+    (here / "run" / "records.jsonl").write_text(
+        "".join((here / "run" / "records.jsonl").read_text().splitlines(True)[:2])
+    )
+    (here / "mine.py").write_text(WRONG_METHODS.replace("1.0)", "2.0)"))
+    answer = unskew("run", "--resume", "--out", "run")
+    assert answer.code == 1
+    assert "have changed since this run began (contents)" in answer.err
+
+
 def test_personal_models_are_shown(data, here) -> None:
     answer = unskew("run", *tiny(data, method="fedrep", personal="own,head:epochs=1", calibrate="auto"), "--out", "run")
     assert answer.code == 0, answer.err
     assert re.search(r"own +[\d.]+ ± [\d.]+ +[\d.]+", answer.out)
     assert re.search(r"head:epochs=1 +[\d.]+ ± [\d.]+", answer.out)
-    assert "mean ± deviation over clients" in answer.out
+    told = (
+        r"fedrep over 4 clients: .* reaches [\d.]+ ± [\d.]+ % on what each client holds out \(\d+ examples at 4 clients"
+    )
+    assert re.search(told, answer.out)
     assert not (here / "run" / "per_class.png").exists()
+
+
+def test_resume_needs_a_folder_and_empty_means_none(data, here) -> None:
+    answer = unskew("run", "--resume")
+    assert answer.code == 2
+    assert "--resume needs the run's folder" in answer.err
+    assert unskew("run", *tiny(data, personal="", calibrate="auto", rounds=1), "--out", "run").code == 0
+    assert read(here / "run" / "records.jsonl")[0]["experiment"]["calibrate"] == "ccvr,ffc,oracle"
+    assert unskew("run", *tiny(data, recalibrate="ffc:every=1,ccvr", rounds=1)).code == 2
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -5,8 +5,9 @@ import torch
 
 from conftest import toy_model
 from methods import METHODS, model_for
-from unskew.algorithms import fedavg, frozen_head, keep_local, on_sphere, scaffold
-from unskew.costs import statistics_in_papers, traffic
+from unskew.algorithms import fedadam, fedavg, frozen_head, keep_local, on_sphere, scaffold
+from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
+from unskew.heads import ffc
 from unskew.models import body, build, head
 from unskew.simulate import train
 from unskew.statistics import FeatureStats
@@ -46,6 +47,13 @@ def test_what_stays_at_home_never_travels_and_variates_do():
     assert not any("features" in name for tree in at_home for name in tree)
     plain, controlled = (traffic(toy_model(), method) for method in (fedavg(), scaffold(3)))
     assert controlled.in_papers() == tuple(2 * size for size in plain.in_papers())
+    assert traffic(toy_model(), fedadam()).bytes() == plain.bytes()  # the server's moments stay there
+
+
+def test_a_recalibration_costs_the_statistics_and_the_classifier():
+    down, up = recalibration_bytes(toy_model(), ffc())
+    assert down == 8 * (5 * 8 + 5)
+    assert up == FeatureStats.of(torch.randn(9, 8), torch.arange(9) % 5, 5, "pooled").nbytes
 
 
 def test_running_statistics_travel_in_both_directions():

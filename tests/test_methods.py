@@ -116,18 +116,18 @@ def everything(result):
 
 
 REFUSED = {
-    "frozen_head+on_sphere": "settle the classifier's rows differently",
-    "fedrep+on_sphere": r"settle the classifier differently \(learning, fixed\); try fedrep or on_sphere, or take",
+    "frozen_head+on_sphere": "both settle the classifier's rows",
+    "fedrep+on_sphere": r"\(learning, fixed\); try fedrep or on_sphere, or take .*: fedrep\+unit_features\+mse$",
     "fednova+lg_fedavg+fedbabu": "try fednova\\+lg_fedavg or fednova\\+fedbabu",
-    "lg_fedavg+fedrep": "settle what stays at home differently",
-    "fednova+scaffold": r"settle the base method differently \(fednova, scaffold\); try fednova or scaffold$",
-    "fedavgm+fedopt": "settle the server's step differently",
-    "on_sphere+ce:temperature=8": "or take on_sphere apart: unit_features\\+frozen_head:rows=qr\\+mse",
-    "mse+ce": "settle the loss differently",
-    "clsprox+frozen_head": "settle the classifier differently",
-    "clsnorm+on_sphere": "settle the classifier differently",
+    "lg_fedavg+fedrep": "both settle what stays at home",
+    "fednova+scaffold": r"both settle the base method \(fednova, scaffold\); try fednova or scaffold$",
+    "fedavgm+fedopt": "both settle the server's step",
+    "on_sphere+ce:temperature=8": r"apart: ce:temperature=8\+unit_features\+frozen_head:rows=qr$",
+    "mse+ce": "both settle the loss",
+    "clsprox+frozen_head": "both settle the classifier",
+    "clsnorm+on_sphere": "both settle the classifier",
     "fedprox:mu=1+fedprox:mu=2": "names fedprox twice: try fedprox:mu=1 or fedprox:mu=2",
-    "fedavg+": "unknown method ''",
+    "fedavg+": "empty piece",
     "fedavg+fedporx": "unknown method 'fedporx': did you mean 'fedprox'",
     "fedavg+on_sphere:rows=cube": "unknown placement of rows 'cube'",
     "frozen_head:rows=cube": "unknown placement of rows 'cube'.*own, qr",
@@ -140,9 +140,12 @@ REFUSED = {
 def test_pieces_that_do_not_combine_are_refused_with_what_does(spec):
     with pytest.raises(UsageError, match=REFUSED[spec]):
         method(spec).variant(toy_model(), torch.Generator())
-    for working in re.findall(r"try ([^,]+?)(?:,|$)", REFUSED[spec].replace("\\", "").rstrip("$")):
-        for part in working.split(" or "):
-            method(part)
+    try:
+        method(spec)
+    except UsageError as error:
+        for working in re.findall(r"(?:try|apart:) ([^,]+?)(?:,|$)", str(error)):
+            for part in working.split(" or "):
+                method(part)
 
 
 def test_sphere_refuses_a_head_with_a_bias_and_features_of_other_norms(ragged):
@@ -289,14 +292,18 @@ def test_the_example_is_short():
 
 def test_files_that_hold_no_method_are_refused(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def nothing():\n    return 3\n\ndef broken(mu=0.1):\n    return mu / 0\n")
+    text = (
+        "def nothing():\n    return 3\n\ndef broken(mu=0.1):\n    return mu / 0\n\ndef needy(strength):\n    return 0\n"
+    )
+    path.write_text(text)
     for spec, message in {
         f"{path}:nothing": "returned int, not an Algorithm",
         f"{path}:broken:mu=2": "ZeroDivisionError",
         f"{path}:broken:nu=2": "unknown option",
         f"{path}:absent": "has no function 'absent'",
+        f"{path}:needy": "give its strength defaults, so that they are options",
         f"{tmp_path}/no.py:factory": "there is no file",
-        f"fednova+{EXAMPLE}:fedexp": "settle the base method differently",
+        f"fednova+{EXAMPLE}:fedexp": "both settle the base method",
     }.items():
         with pytest.raises(UsageError, match=message):
             method(spec)
@@ -314,7 +321,29 @@ def test_paths_with_a_plus(tmp_path):
 def test_the_population_is_that_of_the_federation():
     four = Federation(toy_data(), tuple(torch.arange(60).split(15)))
     assert gap(trained("scaffold", four), last(scaffold(4), toy_model("batch"), four)) == 0
-    assert gap(trained("scaffold:population=9", four), last(scaffold(9), toy_model("batch"), four)) == 0
+    for wrong in (scaffold(9), feddyn(0.1, 9), on_sphere(scaffold(5))):
+        with pytest.raises(UsageError, match=r"population=\d clients, but the federation has 4: .* scaffold\(4\)"):
+            last(wrong, toy_model("batch"), four)
+
+
+def test_wrong_bases_and_specs_are_refused():
+    for call, message in (
+        (lambda: frozen_head(fedavg), r"base is function, not Algorithm: call its factory: fedavg\(\)"),
+        (lambda: fedprox(0.1, fedavg), "base is function"),
+        (lambda: fedprox(fedavg(), 0.1), "base is float, not Algorithm"),
+        (lambda: fedprox(fedavg()), "mu is Algorithm, not a number"),
+        (lambda: method("fednova++mse"), "empty piece"),
+        (lambda: method("mine:noisy"), "or file.py:function for one of your own"),
+        (lambda: method(None), "spec is NoneType, not str"),
+        (lambda: method("scaffold", population=1.5), "population is 1.5: it must be at least 1, and whole"),
+        (lambda: method("fedprox:mu=1:mu=2"), "gives mu twice"),
+        (lambda: method("fedopt:lr=-1"), "lr is -1.0: it must be above 0"),
+        (lambda: method("fedporx+mine.py:f"), "unknown method 'fedporx': did you mean 'fedprox'"),
+        (lambda: method("mine.py"), "name the function in that file too, as in mine.py:function"),
+        (lambda: method("fednova+2024/mine.py:f"), "there is no file '2024/mine.py'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            call()
 
 
 def test_named_methods_take_a_base(ragged):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from conftest import toy_data, toy_model
-from unskew.algorithms import fedavg, fedbabu, fedrep, lg_fedavg, on_sphere
+from unskew.algorithms import fedavg, fedbabu, fedrep, lg_fedavg, mse, on_sphere
 from unskew.engine import installed, plan
 from unskew.errors import UsageError
 from unskew.evaluate import batches, score
@@ -17,9 +17,9 @@ from unskew.methods import method
 from unskew.models import body
 from unskew.partition import dirichlet, federate, iid
 from unskew.personal import Personal, everything, ffc, head, own, personal_models, score_personal, ways
-from unskew.simulate import train
+from unskew.simulate import Diverged, train
 from unskew.statistics import collect
-from unskew.variants import spherical
+from unskew.variants import clsnorm, spherical
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,8 @@ def test_train_and_test_are_merged_and_each_client_holds_out_its_share():
     for kept, held, part in zip(cut.clients, cut.tests, whole.clients, strict=True):
         assert sorted(torch.cat([kept, held]).tolist()) == part.tolist()
     assert torch.equal(cut.data.y_test, cut.data.y[torch.cat(cut.tests)])
+    assert torch.equal(cut.data.x_test, cut.data.x[torch.cat(cut.tests)])
+    assert any(held.max() > kept.min() for kept, held in zip(cut.clients, cut.tests, strict=True))  # not the first ones
     assert torch.equal(cut.data.mean, data.mean)
 
 
@@ -58,9 +60,9 @@ def test_what_is_held_out_depends_on_the_cut_s_seed_alone():
     assert not all(map(torch.equal, first.tests, other.tests))
 
 
-@pytest.mark.parametrize("share", [1.0, -0.1, float("nan")])
+@pytest.mark.parametrize("share", [1.0, -0.1, float("nan"), "x", None])
 def test_shares_that_can_not_be_held_out(share):
-    with pytest.raises(UsageError, match="held_out is .*: it must be above 0 and below 1"):
+    with pytest.raises(UsageError, match="held_out is .* must be above 0 and below 1"):
         federate(toy_data(), iid(3), held_out=share)
 
 
@@ -137,16 +139,17 @@ def test_head_fine_tunes_the_head_alone_on_the_method_s_own_loss(federation, spe
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
-def test_everything_is_sgd_on_the_client_s_examples(federation, norm):
+@pytest.mark.parametrize("method", [fedavg(), mse(fedavg())], ids=["ce", "mse"])
+def test_everything_is_sgd_on_the_client_s_examples(federation, norm, method):
     model = toy_model(norm)
-    last = last_of(model, federation, fedavg())
-    made = next(personal_models(model, federation, fedavg(), last, everything(epochs=2, lr=0.1, batch=8), seed=7))
+    last = last_of(model, federation, method)
+    made = next(personal_models(model, federation, method, last, everything(epochs=2, lr=0.1, batch=8), seed=7))
     twin = installed(model, last.params).train()
     optimiser = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     for rows in plan(federation.clients[0], 8, 7, 3, 0, epochs=2).rows:
         ((x, y),) = batches(federation.data, rows, dtype=torch.float64)
         optimiser.zero_grad()
-        nn.functional.cross_entropy(twin(x), y).backward()
+        method.criterion(twin(x), y).backward()
         optimiser.step()
     for name, value in twin.state_dict().items():
         if "num_batches" not in name:
@@ -186,11 +189,32 @@ def test_personal_models_do_better_on_their_own_clients(federation):
 
 @pytest.mark.parametrize(
     ("way", "options"),
-    [("head", {"epochs": 0}), ("head", {"lr": -1.0}), ("all", {"batch": 0}), ("ffc", {"ridge": -1.0})],
+    [
+        ("head", {"epochs": 0}),
+        ("head", {"lr": -1.0}),
+        ("all", {"batch": 0}),
+        ("ffc", {"ridge": -1.0}),
+        ("head", {"momentum": 2.0}),
+        ("all", {"epochs": 1.5}),
+    ],
 )
 def test_settings_that_can_not_be_meant_are_refused(way, options):
     with pytest.raises(UsageError, match=next(iter(options))):
         ways[way](**options)
+
+
+def test_fine_tuning_that_leaves_the_numbers_is_no_result(federation):
+    last = last_of(toy_model(), federation, fedavg())
+    for way in (everything(lr=1e200), head(lr=1e308, epochs=50)):
+        with pytest.raises(Diverged, match="personal model of client 0 left the numbers: lower its learning rate"):
+            list(personal_models(toy_model(), federation, fedavg(), last, way))
+
+
+def test_a_normalised_head_is_not_fine_tuned_alone(federation):
+    model = clsnorm(toy_model())
+    last = last_of(model, federation, fedavg())
+    with pytest.raises(UsageError, match="fine-tune the whole model"):
+        next(personal_models(model, federation, fedavg(), last, head()))
 
 
 # ---------------------------------------------------------------------------------------------- the scores
@@ -202,6 +226,7 @@ def test_mean_and_deviation_are_over_clients_each_counting_the_same():
     parts = [torch.tensor([[9, 1], [0, 0]]), torch.tensor([[1, 0], [1, 0]]), torch.zeros(2, 2, dtype=torch.int64)]
     result = Personal(tuple(map(Scores, parts)))
     assert result.accuracies == [0.9, 0.5]
+    assert result.by_client == [0.9, 0.5, None]
     assert result.mean == pytest.approx(0.7)
     assert result.deviation == pytest.approx(statistics.pstdev([0.9, 0.5]))
 

@@ -22,7 +22,12 @@ def records_of(classes: int, clients: int, names: tuple[str, ...] = NAMES, label
     table = draw.integers(0, 500, (clients, classes)) * draw.integers(0, 2, (clients, classes))
     labels = labels or [f"class-{label}" for label in range(classes)]
     return [
-        {"kind": "start", "labels": labels, "table": table.tolist()},
+        {
+            "kind": "start",
+            "experiment": {"personal": "none", "recalibrate": "none"},
+            "labels": labels,
+            "table": table.tolist(),
+        },
         *({"kind": "round", "round": number, **(scores() if number % 2 else {})} for number in range(1, 8)),
         *({"kind": "calibration", "name": name, **scores()} for name in names),
         {"kind": "end", "seconds": 1.0},

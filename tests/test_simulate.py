@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import toy_data, toy_model
 from methods import METHODS
@@ -14,8 +15,10 @@ from unskew.engine import batched, installed, sequential
 from unskew.errors import UsageError
 from unskew.evaluate import batches
 from unskew.heads import calibrate, ccvr, ffc
+from unskew.models import Split
 from unskew.optim import SGD, constant, cosine, momentum, multistep
 from unskew.partition import Federation
+from unskew.seeds import generator
 from unskew.simulate import Diverged, train
 from unskew.statistics import collect
 from unskew.variants import clsnorm, spherical
@@ -171,8 +174,14 @@ def test_recalibration_every_few_rounds_is_calibrating_and_going_on(engine, ragg
 
 @pytest.mark.parametrize("calibrator", [ffc(0.1), ccvr(samples=20, epochs=1)])
 def test_recalibration_of_a_head_that_learns(calibrator, ragged):
-    rounds = list(train(toy_model(), ragged, fedavg(), rounds=3, batch=8, recalibrate=(calibrator, 1)))
-    assert [r.params["classifier.bias"].shape for r in rounds] == [(5,)] * 3
+    rounds = list(train(toy_model(), ragged, fedavg(), rounds=2, batch=8, seed=4, recalibrate=(calibrator, 1)))
+    resumed = rounds[0]
+    *_, plain = train(toy_model(), ragged, fedavg(), rounds=2, batch=8, seed=4, resume=resumed)
+    trained = installed(toy_model(), plain.params)
+    stats = collect(trained, batches(ragged.data, dtype=torch.float64), 5, calibrator.form)
+    expected = calibrate(trained, stats, calibrator, generator(4, "recalibrate", 2)).classifier
+    assert rounds[1].params["classifier.weight"] == pytest.approx(expected.weight.detach().numpy(), abs=1e-9)
+    assert rounds[1].params["classifier.bias"] == pytest.approx(expected.bias.detach().numpy(), abs=1e-9)
 
 
 def test_recalibration_goes_on_after_a_stop(ragged):
@@ -184,13 +193,20 @@ def test_recalibration_goes_on_after_a_stop(ragged):
 
 
 def test_recalibration_that_can_not_be_meant_is_refused(ragged):
+    dropping = Split(toy_model().features, nn.Sequential(nn.Dropout(), nn.Linear(8, 5).double()))
     for model, method, recalibrate, message in (
         (toy_model(), fedavg(), (ffc, 2), r"give a calibrator and a number: \(ffc\(\), 10\)"),
+        (toy_model(), fedavg(), ffc(), "recalibrate is Calibrator: give a calibrator and a number"),
+        (toy_model(), fedavg(), (ffc(),), "recalibrate is tuple: give a calibrator and a number"),
+        (toy_model(), fedavg(), (ffc(), "2"), "is str, not a number"),
+        (toy_model(), fedavg(), (ffc(), 1.5), "and whole"),
+        (toy_model(), fedavg(), (ffc(), 9), "every 9 rounds, but there are 2: it would never happen"),
+        (dropping, fedavg(), (ffc(), 2), "would change the classifier's form"),
         (toy_model(), fedavg(), (ffc(), 0), "it must be at least 1"),
         (toy_model(), fedavg(), (ffc(transform="unit"), 2), "would change the classifier's form"),
         (clsnorm(toy_model()), fedavg(), (ffc(), 2), "would change the classifier's form"),
         (toy_model(), fedrep(), (ffc(), 2), "keeps parts of the model at home"),
-        (toy_model(), fedavg(), (ccvr(5, epochs=1, transform="relu", when="after"), 1), "changes the classifier's"),
+        (toy_model(), fedavg(), (ccvr(5, transform="relu", when="after"), 1), "would change the classifier's form"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             list(train(model, ragged, method, rounds=2, batch=8, recalibrate=recalibrate))

@@ -87,14 +87,21 @@ def test_what_does_not_help_is_said():
         made = [
             {"kind": "calibration", "name": name, "accuracy": value} for name, value in (("none", none), ("ffc", ffc))
         ]
-        return Result(row, [{"kind": "start", "versions": {"unskew": "1"}, "hardware": "a machine"}, *made])
+        return Result(row, 0, [{"kind": "start", "versions": {"unskew": "1"}, "hardware": "a machine"}, *made])
 
     table = Table("T", {"FedAvg": [Experiment()], "Good": [Experiment()], "Bad": [Experiment()]}, "", "FedAvg")
     text = markdown("t", table, [result("FedAvg", 0.5, 0.6), result("Good", 0.7, 0.8), result("Bad", 0.4, 0.3)])
     assert "| Good | 70.0 | 80.0 |" in text
-    assert "ffc changes the mean by -10.0 to +10.0 points; it does not raise it in: Bad (-10.0)." in text
-    assert "As trained, not above FedAvg: Bad (-10.0)." in text
+    assert "ffc changes the mean by -10.0 to +10.0 points; it lowers it in Bad (-10.0)." in text
+    assert "As trained, below FedAvg: Bad (-10.0)." in text
     assert "a machine; unskew 1" in text
+
+
+def test_a_table_whose_runs_diverge_says_so():
+    table = Table("T", {"FedAvg": [Experiment()], "Other": [Experiment()]}, "", "FedAvg")
+    made = [{"kind": "start", "versions": {}, "hardware": ""}, {"kind": "calibration", "name": "none", "accuracy": 0.5}]
+    assert "| FedAvg | diverged |" in markdown("t", table, [Result("FedAvg", 0, []), Result("Other", 0, made)])
+    assert "every run diverged" in markdown("t", table, [Result("FedAvg", 0, []), Result("Other", 0, [])])
 
 
 def test_the_command(small, tmp_path):
@@ -105,6 +112,12 @@ def test_the_command(small, tmp_path):
     assert "| Wild | diverged | diverged |" in text
     assert "`unskew table small`" in text
     assert "run 6 of 6" in answer.err
+    (tmp_path / "folder").mkdir()
+    for place, reason in (("folder", "it is a folder"), ("/proc/no/t.md", "No such file")):
+        refused = unskew("table", "small", "--write", place)
+        assert refused.code == 2
+        assert reason in refused.err
+        assert "choose another file" in refused.err
     wrong = unskew("table", "smal")
     assert wrong.code == 2
     assert "unknown table 'smal': did you mean 'small'?" in wrong.err

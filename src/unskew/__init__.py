@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         oracle as oracle,
     )
     from unskew.methods import Method as Method, method as method
-    from unskew.models import Split as Split, build as build, split as split
+    from unskew.models import Split as Split, body as body, build as build, head as head, split as split
     from unskew.optim import (
         adagrad as adagrad,
         adam as adam,
@@ -130,7 +130,7 @@ _HOMES = {
     "experiments": ["Experiment", "load_model", "run"],
     "heads": ["Calibrator", "calibrate", "ccvr", "ffc", "oracle"],
     "methods": ["Method", "method"],
-    "models": ["Split", "build", "split"],
+    "models": ["Split", "body", "build", "head", "split"],
     "optim": ["adagrad", "adam", "constant", "cosine", "momentum", "multistep", "yogi"],
     "partition": ["Federation", "classes", "dirichlet", "federate", "iid", "quantity", "shards"],
     "personal": ["Personal", "personal_models", "score_personal"],

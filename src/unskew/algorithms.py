@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.errors import POSITIVE, UsageError, check_number
+from unskew.errors import COUNT, NOT_NEGATIVE, PART, POSITIVE, UsageError, check_number, expect
 from unskew.models import Split, body, head, linear
 from unskew.optim import ServerOptimiser, adagrad, adam, momentum, yogi
 from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
@@ -122,6 +122,9 @@ def any_model(model: Split, output: Output) -> None:
     """Refuse no model."""
 
 
+CALLED = "call its factory: fedavg()"  # what to do about a base that is none
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A federated training method. A new one is a `replace` of these fields on an existing one.
@@ -141,6 +144,7 @@ class Algorithm:
     shared: Callable[[str], bool] = always  # does it leave the client?
     sent: Callable[[str], bool] = never  # an entry of the server's state: do clients receive it?
     fits: Callable[[Split, Output], None] = any_model  # refuse a model, given what it makes of two examples
+    population: int | None = None  # the number of all clients, if the method counts on it
 
 
 # ---------------------------------------------------------------------------------------------- methods
@@ -169,8 +173,8 @@ def proximal(base: Algorithm, mu: float, only: Callable[[str], bool] = always) -
 
     Li et al. 2018. With `only=head` it restrains the classifier alone: CCVR's clsprox (section 3.3).
     """
-    if not mu >= 0:
-        raise UsageError(f"mu is {mu}: the proximal strength must be 0 or more")
+    expect("base", base, Algorithm, CALLED)
+    check_number("mu", mu, NOT_NEGATIVE)
 
     def correct(grads: Tree, params: Tree, context: Context) -> Tree:
         grads = base.correct(grads, params, context)
@@ -186,6 +190,8 @@ def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") ->
     `server(base, momentum(0))` equals `base` to rounding, for every base. The optimiser's state stands under `name` in
     the server's state and is not sent to clients; a second `server` around the first needs another name.
     """
+
+    expect("base", base, Algorithm, CALLED)
 
     def mine(key: str) -> bool:
         return key.startswith(name + "/")
@@ -249,7 +255,7 @@ def scaffold(population: int = 10, weight: str = "examples") -> Algorithm:
     FedAvg.
     """
     base = fedavg(weight)
-    _population(population)
+    check_number("population", population, COUNT)
 
     def correct(grads: Tree, params: Tree, context: Context) -> Tree:
         known = {name: grads[name] - context.memory[name] + context.state[name] for name in context.memory}
@@ -270,7 +276,7 @@ def scaffold(population: int = 10, weight: str = "examples") -> Algorithm:
 
     return replace(
         base, init=zeros, enroll=lambda params, model: zeros(params), correct=correct, report=report, update=update,
-        sent=always,
+        sent=always, population=population,
     )  # fmt: skip
 
 
@@ -283,8 +289,8 @@ def moon(mu: float = 1.0, tau: float = 0.5, projection: bool = True, weight: str
     classifier takes: the output of a projection head, as in CCVR's CNN. A network without one is refused unless
     `projection` is false.
     """
-    if not mu >= 0 or not tau > 0:
-        raise UsageError(f"mu must be 0 or more and tau above 0; they are {mu} and {tau}")
+    check_number("mu", mu, NOT_NEGATIVE)
+    check_number("tau", tau, POSITIVE)
     base = fedavg(weight)
 
     def penalty(net: Net, params: Tree, batch: Batch, output: Output, context: Context) -> Tensor:
@@ -312,9 +318,8 @@ def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
     Client k keeps h_k <- h_k - alpha delta. The server keeps h <- h - alpha / m * sum of deltas, with m =
     `population`, and sets w <- mean of the clients' w_k - h / alpha. Clients count equally, as in the paper.
     """
-    if not alpha > 0:
-        raise UsageError(f"alpha is {alpha}: the strength of FedDyn must be above 0")
-    _population(population)
+    check_number("alpha", alpha, POSITIVE)
+    check_number("population", population, COUNT)
     base = proximal(fedavg("equal"), alpha)
 
     def correct(grads: Tree, params: Tree, context: Context) -> Tree:
@@ -331,8 +336,9 @@ def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
         return sub(mean, scale(state, 1 / alpha)), state
 
     return replace(
-        base, init=zeros, enroll=lambda params, model: zeros(params), correct=correct, report=report, update=update
-    )
+        base, init=zeros, enroll=lambda params, model: zeros(params), correct=correct, report=report, update=update,
+        population=population,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- what learns and leaves
@@ -342,14 +348,15 @@ def frozen_head(base: Algorithm) -> Algorithm:
     """The classifier stays as it was drawn, on all clients, and is never sent: SphereFed's "Fix", and the
     "BABU" of its tables.
     """
+    expect("base", base, Algorithm, CALLED)
     return replace(base, frozen=lambda name: base.frozen(name) or head(name))
 
 
 def on_sphere(base: Algorithm) -> Algorithm:
     r"""SphereFed: squared error 1/C ||W z - one_hot(y)||^2 (Equation 5) against a head that nobody trains or sends.
 
-    For a model made by `spherical`, whose features have unit norm and whose classifier has orthonormal rows; others
-    are refused. It replaces the criterion alone: what the base adds, such as MOON's penalty, stays.
+    For a model made by `spherical`; one whose features have another norm, or whose classifier has a bias, is refused.
+    It replaces the criterion alone: what the base adds, such as MOON's penalty, stays.
     """
 
     def fits(model: Split, output: Output) -> None:
@@ -365,6 +372,7 @@ def on_sphere(base: Algorithm) -> Algorithm:
 
 def mse(base: Algorithm) -> Algorithm:
     """Squared error against one-hot labels instead of cross entropy (SphereFed's Equation 5 and Table 3)."""
+    expect("base", base, Algorithm, CALLED)
     return replace(base, criterion=squared_error)
 
 
@@ -379,19 +387,21 @@ def ce(base: Algorithm, temperature: float = 1.0) -> Algorithm:
 
     `temperature` is the paper's tau, a factor. Predictions do not depend on it.
     """
+    expect("base", base, Algorithm, CALLED)
     check_number("temperature", temperature, POSITIVE)
     return replace(base, criterion=lambda logits, labels: F.cross_entropy(temperature * logits, labels))
 
 
 def keep_local(base: Algorithm, mine: Callable[[str], bool]) -> Algorithm:
     """The tensors `mine(name)` stay with each client; see `lg_fedavg` and `fedrep`."""
+    expect("base", base, Algorithm, CALLED)
     return replace(base, shared=lambda name: base.shared(name) and not mine(name))
 
 
 def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
     """The classifier learns during the first `share` of the local steps, the features after; see `fedrep`."""
-    if not 0 < share < 1:
-        raise UsageError(f"share is {share}: it must lie between 0 and 1, so that both parts learn")
+    expect("base", base, Algorithm, CALLED)
+    check_number("share", share, PART)
 
     def trained(name: str, progress: Tensor) -> Tensor:
         first = (progress < share).to(progress)
@@ -463,8 +473,3 @@ def fedrep(share: float = 0.5, base: Algorithm | None = None) -> Algorithm:
 
 def _share(work: Work, weight: str) -> Tensor:
     return work.examples if weight == "examples" else work.examples.new_ones(())
-
-
-def _population(population: int) -> None:
-    if population < 1:
-        raise UsageError(f"population is {population}: it is the number of all clients, at least 1")

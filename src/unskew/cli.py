@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shlex
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
@@ -22,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from unskew import __version__
+from unskew.console import report, show, summary, table_of
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
 from unskew.results import Record
@@ -88,13 +87,6 @@ def _failed(message: str, code: int = 1) -> int:
     return code
 
 
-def _show(thing: str | Table = "") -> None:
-    """Print for people; brackets and colons in names mean nothing special. A pipe gets its lines whole."""
-    seen = sys.stdout.isatty()
-    console = Console(highlight=False, markup=False, emoji=False, width=None if seen else 160)
-    console.print(thing, soft_wrap=isinstance(thing, str) and not seen)
-
-
 # ---------------------------------------------------------------------------------------------- run
 
 
@@ -140,14 +132,15 @@ def run(
     given = _absolute({**(read_toml(config) if config else {}), **_given(context, options)})
     if resume and out and holds_run(out):
         experiment = replace(stored(out), **given)
-    elif resume and out and not given:
-        raise UsageError(f"{out} holds no run that could go on: leave out --resume, or give its options too")
+    elif resume and not given:
+        where = f"{out} holds no run that could go on" if out else "--resume needs the run's folder"
+        raise UsageError(f"{where}: give --out of a run, or its options; or leave out --resume")
     else:
         experiment = Experiment(**given)
     out = out or Path("runs") / _name(experiment)
     records = _followed(experiment, out, resume, as_json)
     if not as_json:
-        _report(records, out)
+        report(records, out)
 
 
 def _absolute(given: dict[str, Any]) -> dict[str, Any]:
@@ -155,14 +148,18 @@ def _absolute(given: dict[str, Any]) -> dict[str, Any]:
 
     def full(spec: str) -> str:
         path, dot, function = spec.partition(".py:")
-        known = Path(path + dot.rstrip(":"))
-        return f"{known.resolve()}{dot[3:]}{function}" if known.exists() else spec
+        return f"{Path(f'{path}.py').resolve()}:{function}" if dot and Path(f"{path}.py").exists() else spec
 
-    given = {name: full(value) if name in ("data", "model") else value for name, value in given.items()}
+    if ".py:" in given.get("model", ""):
+        given["model"] = full(given["model"])
     if ".py:" in given.get("method", ""):
         from unskew.methods import parts_of
 
         given["method"] = "+".join(map(full, parts_of(given["method"])))
+    if "data" in given and Path(given["data"]).exists():
+        from unskew.data import KNOWN
+
+        given["data"] = given["data"] if given["data"] in KNOWN else str(Path(given["data"]).resolve())
     return given
 
 
@@ -226,78 +223,6 @@ def _watched(records: Iterator[Record], rounds: int) -> Iterator[Record]:
             yield record
 
 
-# ---------------------------------------------------------------------------------------------- what a run has given
-
-
-def _report(records: list[Record], out: Path) -> None:
-    """The tables and the sentence of a finished run, and what lies in its folder."""
-    start, last = records[0], [record for record in records if record["kind"] == "round"][-1]
-    made, own = ([record for record in records if record["kind"] == kind] for kind in ("calibration", "personal"))
-    if made:
-        table = _table("calibration", "accuracy (%)", "worst class (%)", "each client\nsends", "seconds")
-        for record in made:
-            sent = record["bytes_per_client"]
-            table.add_row(
-                record["name"],
-                *(_change(made[0][key], record[key], record is made[0]) for key in ("accuracy", "worst_class")),
-                "its features" if sent is None else _size(sent),
-                f"{record['seconds']:.1f}",
-            )
-        _show(table)
-    if own:
-        title = "on held-out data: mean ± deviation over clients"
-        table = _table("personal models", "accuracy (%)", "lowest (%)", "seconds", title=title)
-        for record in own:
-            spread = f"{100 * record['mean']:.1f} ± {100 * record['deviation']:.1f}"
-            table.add_row(record["name"], spread, f"{100 * min(record['accuracies']):.1f}", f"{record['seconds']:.1f}")
-        _show(table)
-    _show(_sentence(start["experiment"], made or [last]))
-    if not start["experiment"]["central"]:
-        down, up = (_size(start["bytes"][key]) for key in ("down", "up"))
-        _show(f"In each round a client received {down} and sent {up}.")
-    _show(f"Written to {out}: records, models, plots")
-
-
-def _table(first: str, *columns: str, title: str | None = None) -> Table:
-    """A table whose first column is text and whose others are numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold", min_width=8)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _change(before: float, after: float, first: bool) -> str:
-    """Before and after, and the difference."""
-    return f"{100 * before:.1f}" if first else f"{100 * before:.1f} → {100 * after:.1f} ({100 * (after - before):+.1f})"
-
-
-def _sentence(experiment: Record, made: list[Record]) -> str:
-    """What happened, in one sentence."""
-    where = f"{experiment['method']} over {experiment['clients']} clients"
-    before = made[0]
-    text = (
-        f"{'Central training' if experiment['central'] else where} reached {100 * before['accuracy']:.1f} % "
-        f"(worst class {100 * before['worst_class']:.1f} %)"
-    )
-    real = [record for record in made[1:] if record["bytes_per_client"] is not None]
-    if not real:
-        return text + "."
-    best = max(real, key=lambda record: record["accuracy"])
-    change = 100 * (best["accuracy"] - before["accuracy"])
-    if change <= 0:
-        return text + "; no calibration improved on that."
-    return (
-        f"{text}; {best['name']} lifted it by {change:.1f} points to {100 * best['accuracy']:.1f} % "
-        f"(worst class {100 * best['worst_class']:.1f} %), "
-        f"for {_size(best['bytes_per_client'])} that each client sent once."
-    )
-
-
-def _size(count: int) -> str:
-    return f"{count:,} B" if count < 10_000 else f"{count / 1e3:,.1f} kB" if count < 10e6 else f"{count / 1e6:,.1f} MB"
-
-
 # ---------------------------------------------------------------------------------------------- demo
 
 
@@ -318,9 +243,9 @@ def demo(seed: int, seeds: int, out: Path) -> None:
         _remove_demo(folder)
         records = _followed(replace(DEMO, seed=number, cut_seed=number), folder, False, False)
         every.append([record for record in records if record["kind"] == "calibration"])
-        _report(records, folder)
+        report(records, folder)
     if seeds > 1:
-        _summary(every)
+        summary(every)
 
 
 def _remove_demo(folder: Path) -> None:
@@ -343,20 +268,6 @@ def _remove_demo(folder: Path) -> None:
         path.unlink()
 
 
-def _summary(every: list[list[Record]]) -> None:
-    """Mean and standard deviation over seeds."""
-    columns = ("accuracy (%)", "worst class (%)", "seeds that gained")
-    table = _table("calibration", *columns, title=f"{len(every)} seeds: mean ± standard deviation")
-    for place, record in enumerate(every[0]):
-        cells = []
-        for key in ("accuracy", "worst_class"):
-            values = [100 * made[place][key] for made in every]
-            cells.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
-        gained = sum(made[place]["accuracy"] > made[0]["accuracy"] for made in every)
-        table.add_row(record["name"], *cells, f"{gained} of {len(every)}" if place else "")
-    _show(table)
-
-
 # ---------------------------------------------------------------------------------------------- table
 
 
@@ -375,6 +286,12 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None) -> No
 
     table = lookup("table", name, tables)()
     write = write or Path("results") / f"{name}.md"
+    try:
+        write.parent.mkdir(parents=True, exist_ok=True)
+        if write.is_dir() or not os.access(write.parent, os.W_OK):
+            raise OSError("it is a folder" if write.is_dir() else "its folder can't be written to")
+    except OSError as error:
+        raise UsageError(f"--write {write}: {error.strerror or error}; choose another file") from None
     total = sum(map(len, table.rows.values()))
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -385,14 +302,15 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None) -> No
                 results.append(result)
                 progress.advance(task)
                 if not progress.console.is_terminal:
-                    print(f"run {len(results)} of {total}: {result.row}", file=sys.stderr, flush=True)
+                    about = f"{result.row}, seed {result.seed}"
+                    print(f"run {len(results)} of {total}: {about}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             failed = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
             raise click.exceptions.Exit(_failed(failed)) from None
     text = markdown(name, table, results)
+    show(text)
     write_text(write, text)
-    _show(text)
-    _show(f"Written to {write}; the runs are in {out}")
+    show(f"Written to {write}; the runs are in {out}")
 
 
 # ---------------------------------------------------------------------------------------------- list, partition
@@ -426,18 +344,20 @@ def list_names(what: str | None) -> None:
                 table.add_row(known.name, str(known.classes), known.description)
         if kind == "methods":
             for name, piece in pieces.items():
-                table.add_row(name, piece.about, piece.source, _listed(piece.options))
+                table.add_row(name, piece.about, piece.source, _listed(piece.options, {"population": "--clients"}))
         for name, factory in factories.get(kind, {}).items():
-            options = "" if kind == "models" else _listed(defaults_of(factory))
+            given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
+            options = "" if kind == "models" else _listed(defaults_of(factory), given)
             table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
-        _show(table)
+        show(table)
         if kind == "methods":
-            _show("\nThey combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
-        _show()
+            show("\nThey combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
+        show()
 
 
-def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in options.items())
+def _listed(options: Mapping[str, Any], given: Mapping[str, str]) -> str:
+    """Options with their defaults, or with where those come from."""
+    return ", ".join(f"{key}={given.get(key, value)}" for key, value in options.items())
 
 
 @_options_of(CUT)
@@ -460,9 +380,9 @@ def partition_table(context: click.Context, /, plot: Path | None, as_json: bool,
         print(json.dumps({"labels": labels, "table": counts.tolist()}))
         return
     few = data.classes <= FEW
-    shown = _table("client", "examples", *(labels if few else ["classes held", "largest class"]))
+    shown = table_of("client", "examples", *(labels if few else ["classes held", "largest class"]))
     for client, row in enumerate(counts):
         some = [str((row > 0).sum()), f"{row.max() / row.sum():.0%}"]
         shown.add_row(str(client), str(row.sum()), *([str(count or "·") for count in row] if few else some))
-    _show(shown)
-    _show(f"Plotted in {plot}")
+    show(shown)
+    show(f"Plotted in {plot}")

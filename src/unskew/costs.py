@@ -11,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 from unskew.algorithms import Algorithm, Context, always
 from unskew.engine import begin, enter, leave, network, seen, travelling
 from unskew.errors import lookup
+from unskew.heads import Calibrator
 from unskew.models import Split
 from unskew.optim import SGD
+from unskew.statistics import FeatureStats
 from unskew.tree import Tree, pick, prefix
 
 
@@ -52,6 +56,13 @@ def traffic(model: Split, algorithm: Algorithm) -> Traffic:
     examples = next(iter(net.tree.values())).new_ones(())
     up, _ = leave(net, algorithm, SGD(lr=1.0), begin(net, algorithm, context.start), context, examples)
     return Traffic({**travelling(net, algorithm, net.tree), **prefix("state", state)}, up)
+
+
+def recalibration_bytes(model: Split, calibrator: Calibrator) -> tuple[int, int]:
+    """What a client receives and sends when the classifier is calibrated during training: that, and statistics."""
+    down = sum(value.nbytes for value in model.classifier.state_dict().values())
+    example = torch.zeros(1, model.dimension), torch.zeros(1, dtype=torch.int64)
+    return down, FeatureStats.of(*example, model.classes, calibrator.form, calibrator.transform).nbytes
 
 
 def statistics_in_papers(form: str, classes: int, dimension: int) -> int:

@@ -129,8 +129,8 @@ def network(model: Split) -> Network:
 
 
 def installed(model: Split, tree: Tree) -> Split:
-    """A copy of the model that holds the values of `tree`."""
-    model = copy.deepcopy(model)
+    """A copy of the model that holds the values of `tree`, on their device."""
+    model = copy.deepcopy(model).to(next(iter(tree.values())).device)
     strange = model.load_state_dict(tree, strict=False).unexpected_keys
     if strange:
         raise UsageError(f"the model has no tensors {', '.join(strange[:3])}: these values belong to another one")
@@ -223,7 +223,7 @@ def leave(
 ) -> tuple[Tree, Client]:
     """The upload of a client that has finished, and what stays with it."""
     work = Work(examples, local.steps, sgd.lr, sgd.momentum, local.model)
-    upload, memory = algorithm.report(seen(net, algorithm, local.model), context, work)
+    upload, memory = _pair("report", algorithm.report(seen(net, algorithm, local.model), context, work))
     moves = _moving(net, algorithm)
     statistics = sub(pick(local.model, lambda name: moves(name) and algorithm.shared(name)), context.start)
     upload = {**upload, **prefix("statistics", scale(statistics, examples)), "examples": examples}
@@ -232,9 +232,20 @@ def leave(
 
 def settle(net: Network, algorithm: Algorithm, tree: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
     """The server's update; running statistics move by their mean change, so that a constant buffer stays exact."""
-    new, state = algorithm.update(seen(net, algorithm, tree), state, total)
+    before = seen(net, algorithm, tree)
+    new, state = _pair("update", algorithm.update(before, state, total))
+    if new.keys() != before.keys():
+        raise UsageError("an algorithm's `update` must return a value for every tensor that it got, and no others")
     changes = scale(under("statistics", total), 1 / total["examples"])
     return {**tree, **new, **add(changes, tree)}, state
+
+
+def _pair(name: str, made: object) -> tuple[Tree, Tree]:
+    """Refuse what is not two trees of tensors."""
+    fits = isinstance(made, tuple) and len(made) == 2 and all(isinstance(tree, dict) for tree in made)
+    if not fits or not all(isinstance(value, Tensor) for tree in made for value in tree.values()):  # type: ignore[attr-defined]
+        raise UsageError(f"an algorithm's `{name}` must return two dictionaries of tensors, such as (upload, memory)")
+    return made  # type: ignore[return-value]
 
 
 def _trainable(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -50,7 +51,7 @@ def expect(name: str, value: object, kind: type, remedy: str) -> None:
 Allowed = tuple[Callable[[Any], bool], str]  # a test of a value, and the words for it
 
 ANY: Allowed = (lambda value: True, "")
-COUNT: Allowed = (lambda value: 1 <= value < math.inf, "at least 1")
+COUNT: Allowed = (lambda value: 1 <= value < math.inf and value == int(value), "at least 1, and whole")
 NOT_NEGATIVE: Allowed = (lambda value: 0 <= value < math.inf, "0 or more")
 POSITIVE: Allowed = (lambda value: 0 < value < math.inf, "above 0")
 SHARE: Allowed = (lambda value: 0 < value <= 1, "above 0 and at most 1")
@@ -59,7 +60,9 @@ DECAY: Allowed = (lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 
 def check_number(name: str, value: object, allowed: Allowed) -> None:
-    """Refuse a number outside of what is allowed; one that is not a number is outside of everything."""
+    """Refuse a number outside of what is allowed, and what is none."""
     fits, words = allowed
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise UsageError(f"{name} is {type(value).__name__}, not a number: it must be {words}")
     if not fits(value):
         raise UsageError(f"{name} is {value}: it must be {words}")

@@ -40,6 +40,7 @@ class Calibrator:
     form: str  # the cheapest form of statistics that it can work from
     transform: str  # what its statistics are to be taken under: collect(..., form=..., transform=...)
     fit: Callable[[FeatureStats, nn.Linear, torch.Generator], nn.Module]  # sum, old linear layer -> new classifier
+    front: str = "identity"  # the transform that stands before the new linear layer
 
     def __call__(self, stats: FeatureStats, classifier: nn.Module, generator: torch.Generator) -> nn.Module:
         """The new classifier; the old one stays as it is."""
@@ -121,7 +122,7 @@ def ccvr(
         head = retrain(old, virtual(z).to(old.weight), y, epochs, batch, SGD(lr, momentum, weight_decay), generator)
         return _behind(head, transform)
 
-    return Calibrator("ccvr", "class", Transform(before).name, fit)
+    return Calibrator("ccvr", "class", Transform(before).name, fit, Transform(transform).name)
 
 
 def virtual_features(stats: FeatureStats, numbers: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -205,7 +206,7 @@ def ffc(ridge: float = 0.0, transform: str = "identity") -> Calibrator:
         weight = solve(gram - torch.outer(total, mean), cross - torch.outer(total, prior), ridge).T
         return _behind(linear_of(weight.to(old.weight), (prior - weight @ mean).to(old.weight)), transform)
 
-    return Calibrator("ffc", "pooled", Transform(transform).name, fit)
+    return Calibrator("ffc", "pooled", Transform(transform).name, fit, Transform(transform).name)
 
 
 def solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from unskew.algorithms import (
     on_sphere,
     scaffold,
 )  # fmt: skip
-from unskew.errors import UsageError, lookup
+from unskew.errors import COUNT, UsageError, check_number, expect, lookup
 from unskew.models import Split
 from unskew.specs import called, converted, defaults_of, own, parse
 from unskew.variants import clsnorm, directions, fixed_classifier, projection, spherical, unit_features
@@ -137,6 +138,8 @@ def method(spec: str, population: int = 10) -> Method:
     >>> sphere.algorithm.frozen("classifier.weight")
     True
     """
+    expect("spec", spec, str, 'write a method\'s name, such as "fednova+on_sphere"')
+    check_number("population", population, COUNT)
     chosen = [_chosen(part, population) for part in parts_of(spec)]
     _check(spec, chosen)
     algorithm, variants = fedavg(), []
@@ -184,9 +187,23 @@ def _place(chosen: _Chosen) -> tuple[bool, int]:
 
 def _chosen(spec: str, population: int) -> _Chosen:
     """One piece of a method's spec."""
+    if not spec.strip():
+        raise UsageError("method has an empty piece: write names joined by single +, such as fednova+on_sphere")
+    file, colon, function = spec.partition(":")
+    if colon and "=" not in function and file not in pieces and not file.endswith(".py"):
+        raise UsageError(f"method is {spec!r}: write name:option=value, or file.py:function for one of your own")
     name, options = parse(spec)
+    if name.endswith(".py"):
+        raise UsageError(f"method is {spec!r}: name the function in that file too, as in {name}:function")
     if ".py:" in name:
         piece = Piece(name, name, algorithm=own("method", name))
+        needed = [
+            key
+            for key, value in inspect.signature(piece.algorithm or fedavg).parameters.items()
+            if value.default is value.empty and key != "base"
+        ]
+        if needed:
+            raise UsageError(f"method is {name!r}: give its {', '.join(needed)} defaults, so that they are options")
         piece = piece if _modifies(piece) else piece._replace(settles=_base(name))
     else:
         piece = lookup("method", name, pieces)
@@ -195,16 +212,28 @@ def _chosen(spec: str, population: int) -> _Chosen:
 
 
 def parts_of(spec: str) -> list[str]:
-    """The pieces of a spec: cut at each "+" that is part neither of a number nor of a file's path.
+    """The pieces of a spec: cut at each "+" that is part neither of a number nor of the path of a file that is there.
 
-    >>> parts_of("fedprox:mu=1e+2+on_sphere"), parts_of("c++/mine.py:factory+mse")
-    (['fedprox:mu=1e+2', 'on_sphere'], ['c++/mine.py:factory', 'mse'])
+    >>> parts_of("fedprox:mu=1e+2+on_sphere")
+    ['fedprox:mu=1e+2', 'on_sphere']
     """
+    tokens = re.split(r"(?<![\d.][eE])\+|\+(?!\d)", spec.strip())
     parts: list[str] = []
-    for part in re.split(r"\+(?!\d)", spec.strip()):
-        whole = not parts or parse(parts[-1])[0] in pieces or ".py:" in parts[-1] or ".py" not in spec
-        parts = [*parts, part] if whole else [*parts[:-1], f"{parts[-1]}+{part}"]
+    while tokens:
+        joined = ("+".join(tokens[:count]) for count in range(1, len(tokens) + 1))
+        count = next((count for count, text in enumerate(joined, 1) if _is_file(text)), 1)
+        parts, tokens = [*parts, "+".join(tokens[:count])], tokens[count:]
     return parts
+
+
+def files_of(spec: str) -> list[str]:
+    """The files of one's own that a spec names."""
+    return [part.partition(".py:")[0] + ".py" for part in parts_of(spec) if ".py:" in part]
+
+
+def _is_file(spec: str) -> bool:
+    path, dot, _ = spec.partition(".py:")
+    return bool(dot) and Path(f"{path}.py").is_file()
 
 
 def _modifies(piece: Piece) -> bool:
@@ -214,6 +243,18 @@ def _modifies(piece: Piece) -> bool:
 
 def _for(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in defaults_of(function)}
+
+
+def _taken_apart(specs: list[str]) -> str:
+    """What remains of a spec with on_sphere when that is taken apart and the rest has its way."""
+    rest = [part for part in specs if parse(part)[0] != "on_sphere"]
+    settled = {key: value for part in rest for key, value in _chosen(part, 1).piece.settles.items()}
+    parts = [
+        part
+        for part in ("unit_features", "frozen_head:rows=qr", "mse")
+        if not settled.keys() & pieces[parse(part)[0]].settles.keys()
+    ]
+    return f", or take on_sphere apart: {'+'.join(rest + parts)}" if len(rest) < len(specs) and len(parts) < 3 else ""
 
 
 def _check(spec: str, chosen: list[_Chosen]) -> None:
@@ -226,9 +267,7 @@ def _check(spec: str, chosen: list[_Chosen]) -> None:
         for question, answer in one.piece.settles.items():
             differs = other.piece.settles.get(question, answer)
             if differs != answer:
-                apart = "on_sphere" in (one.name, other.name) and question != "the base method"
-                hint = ", or take on_sphere apart: unit_features+frozen_head:rows=qr+mse" if apart else ""
                 raise UsageError(
-                    f"method is {spec!r}, but {one.name} and {other.name} do not combine: they settle {question} "
-                    f"differently ({answer}, {differs}); try {working}{hint}"
+                    f"method is {spec!r}, but {one.name} and {other.name} do not combine: both settle {question} "
+                    f"({answer}, {differs}); try {working}{_taken_apart(specs)}"
                 )

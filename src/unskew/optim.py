@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unskew.errors import UsageError
+from unskew.errors import POSITIVE, UsageError, check_number
 from unskew.tree import Tree, add, each, prefix, scale, under, zeros
 
 
@@ -43,6 +43,7 @@ def momentum(beta: float, lr: float = 1.0) -> ServerOptimiser:
     With beta = 0 and lr = 1 it is plain averaging.
     """
     _decay("beta", beta)
+    check_number("lr", lr, POSITIVE)
 
     def update(delta: Tree, state: Tree) -> tuple[Tree, Tree]:
         velocity = add(scale(state, beta), delta)

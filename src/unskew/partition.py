@@ -45,7 +45,7 @@ def federate(data: Dataset, partition: Partition, cut_seed: int = 0, held_out: f
     out this share of its own, at least one example if it has two (SphereFed, appendix B). What all hold out together
     are the test examples of the federation's data.
     """
-    if not held_out:
+    if held_out == 0:
         parts = partition(data.y.cpu().numpy(), rng(cut_seed, "cut"))
         return Federation(data, _indices(parts, data))
     check_number("held_out", held_out, PART)

@@ -22,15 +22,16 @@ from torch.func import grad
 from unskew import heads
 from unskew.algorithms import Algorithm, fedavg, never
 from unskew.engine import Cohort, at_home, enter, installed, network, plan, sequential
-from unskew.errors import COUNT, NOT_NEGATIVE, UsageError, check_number
+from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, UsageError, check_number
 from unskew.evaluate import Scores, batches, score
 from unskew.models import Split, evaluating
 from unskew.optim import SGD
 from unskew.partition import Federation
 from unskew.seeds import generator
-from unskew.simulate import Round
+from unskew.simulate import Diverged, Round
 from unskew.statistics import collect
 from unskew.sums import plain_sum
+from unskew.variants import NormalisedLinear
 
 
 class Site(NamedTuple):
@@ -66,9 +67,11 @@ def _as_it_stands(model: Split, site: Site) -> Split:
 
 def head(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0.9) -> Way:
     """Fine-tune the head by SGD on the method's own loss; the features are fixed and in eval mode."""
-    _check(epochs, lr, batch)
+    _check(epochs, lr, batch, momentum)
 
     def fit(model: Split, site: Site) -> Split:
+        if isinstance(model.classifier, NormalisedLinear):
+            raise UsageError("clsnorm's classifier is not fine-tuned alone: fine-tune the whole model (all)")
         with evaluating(model), torch.no_grad():
             features, labels = zip(*((model.features(x), y) for x, y in site.batches(model)), strict=True)
 
@@ -85,7 +88,7 @@ def head(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0
 
 def everything(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0.9) -> Way:
     """Fine-tune all that the method trains, by SGD on its own loss: a round that nobody shares."""
-    _check(epochs, lr, batch)
+    _check(epochs, lr, batch, momentum)
 
     def fit(model: Split, site: Site) -> Split:
         alone = replace(fedavg(), criterion=site.algorithm.criterion, frozen=site.algorithm.frozen, shared=never)
@@ -116,6 +119,8 @@ def personal_models(
     model: Split, federation: Federation, algorithm: Algorithm, last: Round, way: Way, seed: int = 0
 ) -> Iterator[Split]:
     """The personal model of each client in turn, after the last round of training `model`."""
+    if not callable(way):
+        raise UsageError(f"way is {way!r}: give one of unskew.personal, such as head(), everything(), ffc() or own()")
     if way is _as_it_stands and not at_home(network(model), algorithm, last.params):
         raise UsageError(
             "the method has no local part, so that all clients' own models are the same one: let them fine-tune it "
@@ -124,7 +129,10 @@ def personal_models(
     for id in range(len(federation.clients)):
         kept = last.clients[id].own if id in last.clients else {}
         site = Site(id, federation, algorithm, last.number, seed)
-        yield way(installed(model, {**last.params, **kept}), site)
+        made = way(installed(model, {**last.params, **kept}), site)
+        if not all(torch.isfinite(value).all() for value in made.parameters()):
+            raise Diverged(f"the personal model of client {id} left the numbers: lower its learning rate")
+        yield made
 
 
 class Personal(NamedTuple):
@@ -133,9 +141,14 @@ class Personal(NamedTuple):
     scores: tuple[Scores, ...]  # one a client
 
     @property
+    def by_client(self) -> list[float | None]:
+        """The accuracy of each client; None of one that holds nothing out."""
+        return [scores.accuracy if scores.confusion.sum() else None for scores in self.scores]
+
+    @property
     def accuracies(self) -> list[float]:
-        """One a client, of those that hold something out."""
-        return [scores.accuracy for scores in self.scores if scores.confusion.sum()]
+        """Those of the clients that hold something out."""
+        return [value for value in self.by_client if value is not None]
 
     @property
     def mean(self) -> float:
@@ -161,7 +174,8 @@ def score_personal(models: Iterator[Split], federation: Federation) -> Personal:
     )
 
 
-def _check(epochs: int, lr: float, batch: int) -> None:
+def _check(epochs: int, lr: float, batch: int, momentum: float) -> None:
     check_number("epochs", epochs, COUNT)
     check_number("lr", lr, NOT_NEGATIVE)
     check_number("batch", batch, COUNT)
+    check_number("momentum", momentum, DECAY)

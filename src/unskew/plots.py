@@ -59,12 +59,22 @@ def label_distribution(table: np.ndarray, labels: list[str], path: Path) -> Path
 
 def history(records: list[Record], path: Path) -> Path:
     """Test accuracy and that of the worst class over the rounds."""
+    from matplotlib.ticker import MaxNLocator
+
     rounds = [record for record in records if record["kind"] == "round" and "accuracy" in record]
     numbers = [record["round"] for record in rounds]
     figure, axes = _canvas(7, 4)
     for key, name, colour in (("accuracy", "all classes", COLOURS[2]), ("worst_class", "worst class", COLOURS[1])):
         axes.plot(numbers, [100 * record[key] for record in rounds], color=colour, marker=".", label=name)
-    axes.set(xlabel="round", ylabel="test accuracy (%)", title="training, before any calibration", ylim=(0, 102))
+    experiment = records[0]["experiment"]
+    personal, again = experiment["personal"] != "none", experiment["recalibrate"] != "none"
+    axes.set(
+        xlabel="round",
+        ylabel="accuracy on held-out data (%)" if personal else "test accuracy (%)",
+        title=f"training, with {experiment['recalibrate']}" if again else "training, before any calibration",
+        ylim=(0, 102),
+    )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     return _saved(figure, path)
 
@@ -106,7 +116,7 @@ def personal_accuracies(records: list[Record], path: Path) -> Path:
     made = [record for record in records if record["kind"] == "personal"]
     figure, axes = _canvas(3 + 1.3 * len(made), 4)
     for place, record in enumerate(made):
-        values = 100 * np.sort(record["accuracies"])
+        values = 100 * np.sort([value for value in record["accuracies"] if value is not None])
         at = place + np.linspace(-0.25, 0.25, len(values)) if len(values) > 1 else [place]
         axes.scatter(at, values, color=COLOURS[2], s=18, label="" if place else "a client")
         mean = 100 * record["mean"]
@@ -116,7 +126,8 @@ def personal_accuracies(records: list[Record], path: Path) -> Path:
     axes.set(
         xlabel="personal models", ylabel="accuracy on what is held out (%)", ylim=(0, 102), xlim=(-0.6, len(made) - 0.3)
     )
-    axes.legend(frameon=False, loc="lower left")
+    axes.set_title("each client's model on what it holds out")
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     return _saved(figure, path)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from unskew.algorithms import Algorithm, Client
 from unskew.data import Dataset, normalise
@@ -22,14 +23,13 @@ from unskew.engine import Cohort, Engine, Network, at_home, batched, enter, inst
 from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, SHARE, UsageError, check_number, expect
 from unskew.evaluate import batches, check_width
 from unskew.heads import Calibrator, calibrate
-from unskew.models import Split, head
+from unskew.models import Split
 from unskew.optim import SGD, Schedule, constant
 from unskew.partition import Federation
 from unskew.seeds import generator
 from unskew.statistics import FeatureStats, collect
 from unskew.sums import Sum, plain_sum
 from unskew.tree import Tree
-from unskew.variants import NormalisedLinear
 
 
 class Round(NamedTuple):
@@ -79,12 +79,18 @@ def train(
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     expect("federation", federation, Federation, "make one: federate(data, dirichlet(10, 0.1))")
-    expect("algorithm", algorithm, Algorithm, "call its factory: fedavg()")
+    whole = hasattr(algorithm, "algorithm")  # a Method
+    expect("algorithm", algorithm, Algorithm, "give its .algorithm" if whole else "call its factory: fedavg()")
     for name, function in (("schedule", schedule), ("engine", engine)):
         if function is not None and not callable(function):
             raise UsageError(
                 f"{name} is {function!r}, which can't be called: give the function, such as cosine() or batched"
             )
+    if algorithm.population not in (None, len(federation.clients)):
+        raise UsageError(
+            f"the method counts on population={algorithm.population} clients, but the federation has "
+            f"{len(federation.clients)}: give it that number, as in scaffold({len(federation.clients)})"
+        )
     _check(federation, rounds=rounds, epochs=epochs, steps=steps, batch=batch, lr=lr, momentum=momentum,
            weight_decay=weight_decay, fraction=fraction)  # fmt: skip
     check_batch(batch, len(federation.data.y))
@@ -95,6 +101,8 @@ def train(
     for module in net.modes.values():
         module.to(device)
     check_fit(model, net, tree, data, algorithm, recalibrate)
+    if recalibrate and recalibrate[1] > rounds:
+        raise UsageError(f"recalibrate is every {recalibrate[1]} rounds, but there are {rounds}: it would never happen")
     if resume is None:
         params, state, clients, first = tree, algorithm.init(seen(net, algorithm, tree)), {}, 1
     else:
@@ -138,8 +146,6 @@ def _recalibrated(
     trained = installed(model, params)
     made = calibrate(trained, collect_all(trained, federation, calibrator), calibrator, draw)
     new = {f"classifier.{name}": value for name, value in made.classifier.state_dict().items()}
-    if new.keys() != {name for name in params if head(name)}:
-        raise UsageError(f"{calibrator.name} changes the classifier's form: training can't go on with that")
     return {**params, **new}
 
 
@@ -159,16 +165,21 @@ def check_fit(
         raise UsageError("the method shares no tensor that learns: clients would learn nothing from each other")
     if not recalibrate:
         return
+    pair = "give a calibrator and a number: (ffc(), 10)"
+    if not isinstance(recalibrate, tuple) or len(recalibrate) != 2:
+        raise UsageError(f"recalibrate is {type(recalibrate).__name__}: {pair}")
     calibrator, every = recalibrate
-    expect("recalibrate[0]", calibrator, Calibrator, "give a calibrator and a number: (ffc(), 10)")
+    expect("recalibrate[0]", calibrator, Calibrator, pair)
     check_number("recalibrate[1]", every, COUNT)
-    if calibrator.transform != "identity" or isinstance(model.classifier, NormalisedLinear):
+    if calibrator.front != "identity" or type(model.classifier) is not nn.Linear:
         raise UsageError(
-            f"recalibrating by {calibrator.name} would change the classifier's form (a transform, clsnorm), and "
-            "training can't go on with that: leave out the transform or clsnorm, or calibrate after training"
+            f"recalibrating by {calibrator.name} would change the classifier's form (a transform, clsnorm, dropout "
+            "before it), and training can't go on with that: leave that out, or calibrate after training"
         )
     if at_home(net, algorithm, tree):
-        raise UsageError("recalibration makes one classifier for all, but this method keeps parts of the model at home")
+        raise UsageError(
+            "recalibration makes one classifier for all, but this method keeps parts of the model at home: leave it out"
+        )
 
 
 def collect_all(model: Split, federation: Federation, calibrator: Calibrator) -> FeatureStats:

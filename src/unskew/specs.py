@@ -35,6 +35,8 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
     for piece in rest:
         before, equals, after = piece.partition("=")
         if equals:
+            if before in options:
+                raise UsageError(f"{spec!r} gives {before} twice: leave one of them out")
             key = before
             options[key] = after
         elif key:

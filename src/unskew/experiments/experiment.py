@@ -56,7 +56,7 @@ class Experiment:
     min_size: int = _about(1, "fewest examples of a client, in dirichlet and quantity cuts", COUNT)
     balance: bool = _about(False, "dirichlet: stop filling a client at an equal share, as the public code does")
     per_client: int = _about(2, "shards or classes of each client, in those cuts", COUNT)
-    central: bool = _about(False, "train on all data in one place instead, for comparison")
+    central: bool = _about(False, "train on all data in one place instead, by plain SGD on the method's model and loss")
     method: str = _about(
         "fedavg", "training method, such as fedprox:mu=0.01 or fednova+on_sphere, or file.py:function of your own"
     )
@@ -96,7 +96,9 @@ class Experiment:
             fitting = type(value) is kind
             if not fitting or (kind is float and not math.isfinite(value)):
                 raise UsageError(f"{name} is {value!r}, which is not {named(kind)}")
-            check_number(name, value, self.__dataclass_fields__[name].metadata["allowed"])
+            allowed = self.__dataclass_fields__[name].metadata["allowed"]
+            if allowed is not ANY:
+                check_number(name, value, allowed)
 
     @property
     def digest(self) -> str:

@@ -3,9 +3,9 @@
     experiment.json           the experiment, written first: a folder belongs to one experiment
     records.jsonl             the history
     checkpoint.safetensors    the newest round
-    model.safetensors         the trained model
+    model.safetensors         the trained model; where clients keep parts of it, client-ID.safetensors each
     calibrated-NAME.safetensors
-    labels.png, history.png, per_class.png
+    labels.png, history.png, per_class.png, personal.png
 
 Files of tensors are sealed: one with a changed bit is refused.
 """

@@ -61,7 +61,7 @@ def calibrators_of(experiment: Experiment) -> dict[str, Calibrator | Yardstick]:
 
 def _calibrate(experiment: Experiment) -> str:
     """What `calibrate` says, or stands for."""
-    auto = "ccvr,ffc,oracle" if experiment.personal == "none" else "none"
+    auto = "none" if _listed(experiment.personal) else "ccvr,ffc,oracle"
     return auto if experiment.calibrate == "auto" else experiment.calibrate
 
 
@@ -71,14 +71,18 @@ def recalibration_of(experiment: Experiment) -> tuple[Calibrator, int] | None:
         return None
     spec = experiment.recalibrate.strip()
     name, options = parse(spec)
-    every = int(converted(spec, {"every": options.pop("every", "10")}, {"every": 10})["every"])
-    calibrator = made(
-        "calibrator", ":".join([name, *(f"{key}={value}" for key, value in options.items())]), calibrators
-    )
+    if "," in spec or name == "oracle":
+        raise UsageError(f"recalibrate is {spec!r}: it takes one calibrator that a federation can use, as ffc:every=10")
+    factory = lookup("calibrator", name, calibrators)
+    given = {"every": 10, **converted(spec, options, {"every": 10, **defaults_of(factory)})}
+    every = given.pop("every")
     check_number(f"every in {spec!r}", every, COUNT)
     if every > experiment.rounds:
-        raise UsageError(f"recalibrate is {spec!r}, but there are {experiment.rounds} rounds: it would never happen")
-    return calibrator, every
+        raise UsageError(
+            f"recalibrate is {spec!r}, every {every} rounds, but there are {experiment.rounds}: it would never happen; "
+            f"write {name}:every=N with a smaller N"
+        )
+    return factory(**given), every
 
 
 def ways_of(experiment: Experiment) -> dict[str, Way]:
@@ -121,12 +125,7 @@ def federation_of(experiment: Experiment, data: Dataset) -> Federation:
 # ---------------------------------------------------------------------------------------------- network, device, engine
 
 
-def model_of(experiment: Experiment, data: Dataset) -> Split:
-    """The model that an experiment trains: its network, with initial weights, in the variant of its method."""
-    return method_of(experiment).variant(_network_of(experiment, data), generator(experiment.seed, "variant"))
-
-
-def _network_of(experiment: Experiment, data: Dataset) -> Split:
+def network_of(experiment: Experiment, data: Dataset) -> Split:
     """The network that an experiment names, or that a function in a file makes, with its initial weights."""
     draw = generator(experiment.seed, "model")
     if ".py:" in experiment.model:
@@ -152,9 +151,9 @@ def own_model(spec: str, draw: torch.Generator, example: Tensor, classes: int, c
     return called("model", spec, build_and_cut)
 
 
-def settled(experiment: Experiment, data: Dataset) -> tuple[Experiment, Split]:
+def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Experiment, Split]:
     """The experiment with every "auto" replaced by what it stands for here, so that a resumed run uses the same; and
-    its network, on its device.
+    its model, the network in the variant of its method, on its device.
     """
     device = experiment.device
     if device == "auto":
@@ -168,7 +167,7 @@ def settled(experiment: Experiment, data: Dataset) -> tuple[Experiment, Split]:
         raise UsageError(f"device is {device!r}, which can't be used here ({reason}): try cpu") from None
     name = AUTO_MODELS[data.channels != 1] if experiment.model == "auto" else experiment.model
     experiment = replace(experiment, device=device, model=name, calibrate=_calibrate(experiment))
-    model = model_of(experiment, data)
+    model = method.variant(network_of(experiment, data), generator(experiment.seed, "variant"))
     small = sum(value.numel() for value in model.parameters()) < SMALL
     engine, threads = experiment.engine, experiment.threads
     if engine == "auto":
@@ -180,7 +179,8 @@ def settled(experiment: Experiment, data: Dataset) -> tuple[Experiment, Split]:
 
 def settled_like(experiment: Experiment, held: Experiment) -> Experiment:
     """The experiment with every "auto" read as `held` has settled it, where it can mean that."""
-    free = {"device": "auto", "engine": "auto", "threads": 0, "calibrate": "auto"}
+    free = {"device": "auto", "engine": "auto", "threads": 0}
     free |= {"model": "auto"} if held.model in AUTO_MODELS else {}
+    free |= {"calibrate": "auto"} if held.calibrate == _calibrate(experiment) else {}
     taken = {name: getattr(held, name) for name, auto in free.items() if getattr(experiment, name) == auto}
     return replace(experiment, **taken)

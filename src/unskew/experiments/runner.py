@@ -15,6 +15,7 @@ import operator
 import os
 import platform
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -23,11 +24,11 @@ import torch
 
 from unskew import __version__
 from unskew.algorithms import Algorithm
-from unskew.costs import statistics_in_papers, traffic
+from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.data import Dataset, draw_crops, gather
 from unskew.download import Progress
 from unskew.engine import at_home, engines, installed, network
-from unskew.errors import DataError, UsageError, lookup
+from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import claim, examine, load_round, save_model, save_round
@@ -42,11 +43,12 @@ from unskew.experiments.parts import (
     ways_of,
 )
 from unskew.heads import Calibrator, calibrate
-from unskew.models import Split, body
+from unskew.methods import files_of
+from unskew.models import Split
 from unskew.optim import schedules
 from unskew.partition import Federation, table
-from unskew.personal import own as own_models, personal_models, score_personal
-from unskew.results import Record, appended, rewrite, seal
+from unskew.personal import Way, own as own_models, personal_models, score_personal
+from unskew.results import Record, appended, digest, rewrite, seal
 from unskew.seeds import generator
 from unskew.simulate import Round, check_batch, check_fit, collect_all, train
 from unskew.specs import parse
@@ -61,30 +63,30 @@ def run(
     `unskew.download.fetch` describes.
     """
     out = Path(out)
-    makers, algorithm = calibrators_of(experiment), method_of(experiment).algorithm
-    recalibrate, _ = recalibration_of(experiment), ways_of(experiment)
-    schedule = lookup("schedule", experiment.schedule, schedules)()
     experiment, records = examine(experiment, out, resume)
     if records and records[-1]["kind"] == "end":
         yield from records
         return
+    makers, ways, recalibrate = calibrators_of(experiment), ways_of(experiment), recalibration_of(experiment)
+    method, schedule = method_of(experiment), lookup("schedule", experiment.schedule, schedules)()
+    algorithm = method.algorithm
     data = data_of(experiment, progress)
-    experiment, model = settled(experiment, data)
-    data = data.to(experiment.device)
-    federation = federation_of(experiment, data)
+    experiment, model = settled(experiment, data, method)
+    federation = federation_of(experiment, data.to(experiment.device))
     data = federation.data
-    local = _try(experiment, model, data, algorithm, recalibrate)
+    local = _try(experiment, model, data, algorithm, recalibrate, bool(makers), [parse(spec)[0] for spec in ways])
 
+    with blaming(experiment.method):
+        start = _start(experiment, model, federation, algorithm, recalibrate)
     claim(experiment, out)
     history, checkpoint = out / "records.jsonl", out / "checkpoint.safetensors"
     last = load_round(checkpoint, experiment) if checkpoint.exists() else None
-    start = _start(experiment, model, federation, algorithm)
     records = _kept(records, last.number if last else 0, start, history) or [start]
     rewrite(history, records)
     yield from records
     names = ("rounds", "epochs", "steps", "batch", "lr", "momentum", "weight_decay", "fraction", "augment", "seed")
     options = {name: getattr(experiment, name) for name in names}
-    with threads(experiment.threads):
+    with threads(experiment.threads), blaming(experiment.method):
         training = train(
             model, federation, algorithm, schedule=schedule, engine=engines[experiment.engine], recalibrate=recalibrate,
             resume=last, **options,
@@ -98,10 +100,15 @@ def run(
             yield records[-1]
         assert last is not None
         trained = installed(model, last.params)
-        save_model(out / "model.safetensors", trained, experiment, data)
+        if local:  # the server has parts that nobody trained
+            for id, own in enumerate(personal_models(model, federation, algorithm, last, own_models())):
+                save_model(out / f"client-{id}.safetensors", own, experiment, data)
+        else:
+            save_model(out / "model.safetensors", trained, experiment, data)
+            ways = {"none": lambda model, site: model, **ways} if ways else {}
         for record in itertools.chain(
             _calibrations(experiment, trained, federation, makers, out),
-            _personal(experiment, model, federation, algorithm, last, local),
+            _personal(experiment, model, federation, algorithm, last, ways),
         ):
             records.append(record)
             yield appended(history, record)
@@ -109,15 +116,12 @@ def run(
 
 
 def _try(
-    experiment: Experiment,
-    model: Split,
-    data: Dataset,
-    algorithm: Algorithm,
-    recalibrate: tuple[Calibrator, int] | None,
-) -> bool:
+    experiment: Experiment, model: Split, data: Dataset, algorithm: Algorithm,
+    recalibrate: tuple[Calibrator, int] | None, calibrated: bool, ways: list[str],
+) -> bool:  # fmt: skip
     """Refuse what does not fit together before anything is written; say whether clients keep parts of the model."""
     check_batch(experiment.batch, len(data.y))
-    net = network(model)
+    net, name = network(model), experiment.method
     try:
         check_fit(model, net, net.tree, data, algorithm, recalibrate)
     except RuntimeError as error:
@@ -129,23 +133,44 @@ def _try(
     if experiment.augment:
         gather(data.x[:1].cpu(), torch.zeros(1, dtype=torch.int64), draw_crops((1,), torch.Generator()))
     local = bool(at_home(net, algorithm, net.tree))
-    ways, name = [parse(spec)[0] for spec in ways_of(experiment)], experiment.method
     if ways and experiment.central:
         raise UsageError("personal models need clients: leave out --central or --personal")
     if local and not ways:
         raise UsageError(
             f"{name} keeps parts of the model with each client, so there is no one model to test: add --personal own"
         )
+    if local and calibrated:
+        raise UsageError(
+            f"{name} keeps parts of the model with each client, so there is no one model to calibrate: use "
+            "--calibrate none"
+        )
     if not local and "own" in ways:
         raise UsageError(
             f"--personal own, but {name} has no local part: every client's own model would be the same one. Let them "
             "fine-tune it (--personal head, all or ffc), or train with lg_fedavg or fedrep"
         )
-    if calibrators_of(experiment) and not all(map(algorithm.shared, filter(body, net.tree))):
-        raise UsageError(
-            f"--calibrate needs features that clients share, but {name} keeps them at home: use --calibrate none"
-        )
     return local
+
+
+@contextlib.contextmanager
+def blaming(method: str) -> Iterator[None]:
+    """Turn a failure inside a method of the user's own into a refusal that says where."""
+    try:
+        yield
+    except (UnskewError, ArithmeticError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        files = {str(Path(file).resolve()) for file in files_of(method)}
+        places = [place for place in traceback.extract_tb(error.__traceback__) if place.filename in files]
+        alone = "vmap" in str(error)
+        if not files or not (places or alone):
+            raise
+        where = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
+        remedy = "; a method that reads tensors' values can't run batched: try --engine sequential, or torch.where"
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"method is {method!r}, which fails: {type(error).__name__}: {reason}{where}{remedy if alone else ''}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -162,10 +187,17 @@ def threads(count: int) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _start(experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm) -> Record:
-    """What was run, on what."""
+def _start(
+    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm,
+    recalibrate: tuple[Calibrator, int] | None,
+) -> Record:  # fmt: skip
+    """What was run, on what, and the bytes that a client receives and sends."""
     sent = traffic(model, algorithm)
     (down, up), (down_in_papers, up_in_papers) = sent.bytes(), sent.in_papers()
+    again = {}
+    if recalibrate:
+        pair = recalibration_bytes(model, recalibrate[0])
+        again = {"recalibration": {"every": recalibrate[1], "down": pair[0], "up": pair[1]}}
     data, cuda = federation.data, experiment.device.startswith("cuda")
     return {
         "kind": "start",
@@ -174,8 +206,12 @@ def _start(experiment: Experiment, model: Split, federation: Federation, algorit
         "versions": {"unskew": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores",
         "parameters": sum(value.numel() for value in model.parameters()),
-        "contents": {"data": seal({"x": data.x, "y": data.y}, {}), "network": seal(model.state_dict(), {})},
-        "bytes": {"down": down, "up": up, "down_in_papers": down_in_papers, "up_in_papers": up_in_papers},
+        "contents": {
+            "data": seal({"x": data.x, "y": data.y}, {}),
+            "network": seal(model.state_dict(), {}),
+            **{Path(file).name: digest(Path(file).read_text(encoding="utf-8")) for file in files_of(experiment.method)},
+        },
+        "bytes": {"down": down, "up": up, "down_in_papers": down_in_papers, "up_in_papers": up_in_papers, **again},
         "labels": list(data.labels),
         "table": table(data.y.cpu(), tuple(part.cpu() for part in federation.clients), data.classes).tolist(),
     }
@@ -241,7 +277,8 @@ def _calibrations(
             calibrated, sent = calibrate(model, total, maker, draw), total.nbytes
             in_papers = statistics_in_papers(maker.form, data.classes, model.dimension)
         else:  # real features: nothing that a client may send
-            calibrated, sent, in_papers = maker(model, batches(data), draw), None, None
+            everyone = batches(data, torch.cat(federation.clients))
+            calibrated, sent, in_papers = maker(model, everyone, draw), None, None
         seconds = time.perf_counter() - began
         file = f"calibrated-{spec.replace(':', '-').replace('=', '')}.safetensors"
         save_model(out / file, calibrated, experiment, data)
@@ -250,15 +287,16 @@ def _calibrations(
 
 
 def _personal(
-    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, last: Round, local: bool
-) -> Iterator[Record]:
-    """Score the one model of all at each client, where there is one, and personal models made in each way."""
-    ways = ways_of(experiment)
-    if ways and not local:
-        ways = {"none": lambda model, site: model, **ways}
+    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, last: Round,
+    ways: dict[str, Way],
+) -> Iterator[Record]:  # fmt: skip
+    """Make personal models in each way, and score each on what its client holds out."""
+    local = bool(at_home(network(model), algorithm, last.params))
+    absent = len(federation.clients) - len(last.clients) if local else 0
     for spec, way in ways.items():
         began = time.perf_counter()
         models = personal_models(model, federation, algorithm, last, way, experiment.seed)
         result = score_personal(models, federation)
         yield {"kind": "personal", "name": spec, "mean": result.mean, "deviation": result.deviation,
-               "accuracies": result.accuracies, "seconds": time.perf_counter() - began}  # fmt: skip
+               "accuracies": result.by_client, "held_out": [len(rows) for rows in federation.tests],
+               "never_trained": absent, "seconds": time.perf_counter() - began}  # fmt: skip

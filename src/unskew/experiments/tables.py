@@ -86,6 +86,7 @@ class Result(NamedTuple):
     """One run of a table."""
 
     row: str
+    seed: int
     records: list[Record]  # none if it diverged
 
 
@@ -110,9 +111,9 @@ def _one(out: Path, item: tuple[str, Experiment]) -> Result:
 
     row, experiment = item
     try:
-        return Result(row, list(run(experiment, out / experiment.digest[:12], resume=True)))
+        return Result(row, experiment.seed, list(run(experiment, out / experiment.digest[:12], resume=True)))
     except Diverged:
-        return Result(row, [])
+        return Result(row, experiment.seed, [])
 
 
 # ---------------------------------------------------------------------------------------------- showing
@@ -157,7 +158,9 @@ def markdown(name: str, table: Table, results: list[Result]) -> str:
     found = cells(table, results)
     columns = list(next((row for row in found.values() if row), {}))
     seeds = len(next(iter(table.rows.values())))
-    start = next(result.records[0] for result in results if result.records)
+    start = next((result.records[0] for result in results if result.records), None)
+    if start is None:
+        return f"# {table.title}\n\n`unskew table {name}`: every run diverged.\n"
     versions = ", ".join(f"{key} {value}" for key, value in start["versions"].items())
     lines = [
         f"# {table.title}",
@@ -172,7 +175,8 @@ def markdown(name: str, table: Table, results: list[Result]) -> str:
     ]
     for row, cell in found.items():
         lines.append(f"| {row} | " + " | ".join(str(cell.get(column, "diverged")) for column in columns) + " |")
-    return "\n".join(lines + (_unhelpful(found, columns, table.reference) if table.reference else [])) + "\n"
+    compared = found.get(table.reference, {}).keys() == set(columns)
+    return "\n".join(lines + (_unhelpful(found, columns, table.reference) if compared else [])) + "\n"
 
 
 def _unhelpful(found: dict[str, dict[str, Cell]], columns: list[str], reference: str) -> list[str]:
@@ -181,16 +185,18 @@ def _unhelpful(found: dict[str, dict[str, Cell]], columns: list[str], reference:
     lines = ["", "## Where it does not help", ""]
     for column in columns[1:]:
         gains = {row: cell[column].mean - cell["none"].mean for row, cell in whole.items()}
-        worse = ", ".join(f"{row} ({gain:+.1f})" for row, gain in gains.items() if gain <= 0) or "no row"
         lines.append(
             f"* {column} changes the mean by {min(gains.values()):+.1f} to {max(gains.values()):+.1f} points; "
-            f"it does not raise it in: {worse}."
+            f"it lowers it in {_below(gains)}."
         )
     for column in columns:
         gains = {
             row: cell[column].mean - whole[reference][column].mean for row, cell in whole.items() if row != reference
         }
-        worse = ", ".join(f"{row} ({gain:+.1f})" for row, gain in gains.items() if gain <= 0) or "no row"
         label = "As trained" if column == "none" else f"After {column}"
-        lines.append(f"* {label}, not above {reference}: {worse}.")
+        lines.append(f"* {label}, below {reference}: {_below(gains)}.")
     return lines
+
+
+def _below(gains: dict[str, float]) -> str:
+    return ", ".join(f"{row} ({gain:+.1f})" for row, gain in gains.items() if round(gain, 1) < 0) or "no row"
