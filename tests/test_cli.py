@@ -198,6 +198,8 @@ WRONG = {
     "partition": (["--partition", "dirichelt"], "unknown partition 'dirichelt': did you mean 'dirichlet'?"),
     "calibrator": (["--calibrate", "ffc,cvcr"], "unknown calibrator 'cvcr': did you mean 'ccvr'?"),
     "schedule": (["--schedule", "cosin"], "unknown schedule 'cosin': did you mean 'cosine'?"),
+    "precision": (["--precision", "bf16"], "unknown precision 'bf16': did you mean 'bfloat16'?"),
+    "precision alone": (["--precision", "tf32"], "which needs --engine lanes and a GPU: use float32"),
     "engine": (["--engine", "batch"], "unknown engine 'batch': did you mean 'batched'?"),
     "device": (["--device", "gpu"], "device is 'gpu', which can't be used here"),
     "absent device": (["--device", "cuda:99"], "device is 'cuda:99', which can't be used here"),

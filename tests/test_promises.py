@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -20,9 +21,8 @@ from commands import ENVIRONMENT
 SOURCE = Path(unskew.__file__).parent
 CORE = ("tree", "data", "partition", "models", "optim", "algorithms", "engine", "simulate", "sums", "statistics",
         "heads", "evaluate", "transforms", "seeds")  # fmt: skip
-MODULES = sorted(
-    item.name for item in pkgutil.walk_packages([str(SOURCE)], "unskew.") if item.name != "unskew.__main__"
-)
+ELSEWHERE = {"unskew.__main__", *([] if importlib.util.find_spec("triton") else ["unskew.kernels_triton"])}
+MODULES = sorted(item.name for item in pkgutil.walk_packages([str(SOURCE)], "unskew.") if item.name not in ELSEWHERE)
 
 
 def printed(code: str) -> list[str]:

@@ -59,8 +59,9 @@ def wait_until(true, process) -> None:
         {"central": True, "steps": 3},
         {"method": "scaffold+on_sphere:rows=simplex", "fraction": 0.5},
         {"method": "moon", "recalibrate": "ffc:every=2:ridge=1"},
+        {"method": "scaffold", "engine": "lanes", "fraction": 0.5},
     ],
-    ids=["server state", "fraction", "batched", "central", "composed", "recalibrated"],
+    ids=["server state", "fraction", "batched", "central", "composed", "recalibrated", "lanes"],
 )
 def test_a_stopped_iterator_goes_on_bit_for_bit(data, tmp_path, changed) -> None:
     experiment = experiment_of(data, **changed)
@@ -88,7 +89,7 @@ def test_evaluation_is_left_out_between_and_never_at_the_end(data, tmp_path) -> 
 
 
 def test_a_checkpoint_keeps_a_round_whole(data, tmp_path) -> None:
-    from unskew.algorithms import Client
+    from unskew.exchange import Client
     from unskew.simulate import Round
 
     def tree(name: str) -> dict[str, torch.Tensor]:
@@ -517,7 +518,7 @@ def test_a_run_counts_what_travels(data, tmp_path) -> None:
     assert starts["scaffold"]["up_in_papers"] == 2 * starts["fedavg"]["up_in_papers"]
 
 
-@pytest.mark.parametrize("engine", ["sequential", "batched"])
+@pytest.mark.parametrize("engine", ["sequential", "batched", "lanes"])
 @pytest.mark.parametrize(
     ("method", "personal"),
     [("fedavg", "all:epochs=1,head,ffc"), ("fedbabu", "head:epochs=2:lr=0.1"), ("lg_fedavg", "own"),

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         ffc as ffc,
         oracle as oracle,
     )
+    from unskew.lanes import train_on_lanes as train_on_lanes
     from unskew.methods import Method as Method, method as method
     from unskew.models import Split as Split, body as body, build as build, head as head, split as split
     from unskew.optim import (
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
         personal_models as personal_models,
         score_personal as score_personal,
     )
-    from unskew.simulate import Round as Round, train as train
+    from unskew.simulate import Round as Round, Training as Training, train as train
     from unskew.statistics import FeatureStats as FeatureStats, collect as collect
     from unskew.sums import Sum as Sum, plain_sum as plain_sum
     from unskew.variants import (
@@ -129,12 +130,13 @@ _HOMES = {
     "evaluate": ["Scores", "batches", "score"],
     "experiments": ["Experiment", "load_model", "run"],
     "heads": ["Calibrator", "calibrate", "ccvr", "ffc", "oracle"],
+    "lanes": ["train_on_lanes"],
     "methods": ["Method", "method"],
     "models": ["Split", "body", "build", "head", "split"],
     "optim": ["adagrad", "adam", "constant", "cosine", "momentum", "multistep", "yogi"],
     "partition": ["Federation", "classes", "dirichlet", "federate", "iid", "quantity", "shards"],
     "personal": ["Personal", "personal_models", "score_personal"],
-    "simulate": ["Round", "train"],
+    "simulate": ["Round", "Training", "train"],
     "statistics": ["FeatureStats", "collect"],
     "sums": ["Sum", "plain_sum"],
     "variants": ["clsnorm", "fixed_classifier", "projection", "spherical", "unit_features"],

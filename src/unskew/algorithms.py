@@ -11,69 +11,20 @@ client, and running statistics of batch norm are averaged by examples, never pus
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.errors import COUNT, NOT_NEGATIVE, PART, POSITIVE, UsageError, check_number, expect
+from unskew.exchange import Batch, Context, Net, Output, Work
 from unskew.models import Split, body, head, linear
 from unskew.optim import ServerOptimiser, adagrad, adam, momentum, yogi
 from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
 from unskew.variants import projected
-
-# ---------------------------------------------------------------------------------------------- what a client is given
-
-
-class Batch(NamedTuple):
-    """Normalised inputs and their labels."""
-
-    x: Tensor  # (B, ...)
-    y: Tensor  # (B,)
-
-
-class Output(NamedTuple):
-    """What one forward pass gives."""
-
-    features: Tensor  # (B, d)
-    logits: Tensor  # (B, C)
-
-
-class Net(Protocol):
-    """A network as a function of its tensors, in eval mode unless `train`."""
-
-    def __call__(self, tree: Tree, x: Tensor, train: bool = False) -> Output:
-        """One forward pass."""
-
-
-class Context(NamedTuple):
-    """What a client was given before it trained."""
-
-    server: Tree  # the server's whole model
-    start: Tree  # the client's: the same, with the client's own tensors in place
-    state: Tree  # the part of the server's state that is `sent`
-    memory: Tree  # what it kept from the last time
-
-
-class Work(NamedTuple):
-    """What a client did."""
-
-    examples: Tensor  # how many it holds
-    steps: Tree  # SGD steps that each learnable tensor took: `trained` can gate them
-    lr: float
-    momentum: float
-    model: Tree  # its whole model after training: what a method *keeps* may come from here
-
-
-class Client(NamedTuple):
-    """What stays with a client between rounds."""
-
-    own: Tree  # tensors that are not shared
-    memory: Tree  # what the algorithm asked to keep
-
 
 # ---------------------------------------------------------------------------------------------- the type
 
@@ -122,6 +73,7 @@ def any_model(model: Split, output: Output) -> None:
     """Refuse no model."""
 
 
+Correct = Callable[[Tree, Tree, Context], Tree]  # gradients, params -> gradients
 CALLED = "call its factory: fedavg()"  # what to do about a base that is none
 
 
@@ -138,12 +90,13 @@ class Algorithm:
     enroll: Callable[[Tree, Tree], Tree] = no_memory  # params, whole model -> memory of a client seen first
     criterion: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # logits, labels -> scalar
     penalty: Callable[[Net, Tree, Batch, Output, Context], Tensor] = no_penalty  # what a method adds to it
-    correct: Callable[[Tree, Tree, Context], Tree] = as_it_is  # gradients, params -> gradients
+    correct: Correct = as_it_is  # gradients, params -> gradients
     frozen: Callable[[str], bool] = never  # a constant: never trained, uploaded, averaged, counted
     trained: Callable[[str, Tensor], Tensor] = learning  # name, share of local work done -> 1 if it learns now, or 0
     shared: Callable[[str], bool] = always  # does it leave the client?
     sent: Callable[[str], bool] = never  # an entry of the server's state: do clients receive it?
     fits: Callable[[Split, Output], None] = any_model  # refuse a model, given what it makes of two examples
+    numbers: Mapping[str, float] = field(default_factory=dict)  # strengths that a local step reads from its context
     population: int | None = None  # the number of all clients, if the method counts on it
 
 
@@ -176,12 +129,23 @@ def proximal(base: Algorithm, mu: float, only: Callable[[str], bool] = always) -
     expect("base", base, Algorithm, CALLED)
     check_number("mu", mu, NOT_NEGATIVE)
 
+    name = unused("proximal", base.numbers)
+    return replace(base, correct=_pulled(base.correct, only, name), numbers={**base.numbers, name: mu})
+
+
+@functools.cache  # equal wrappers of equal functions are the same function: runs that share it can share lanes
+def _pulled(base: Correct, only: Callable[[str], bool], name: str) -> Correct:
     def correct(grads: Tree, params: Tree, context: Context) -> Tree:
-        grads = base.correct(grads, params, context)
+        grads, mu = base(grads, params, context), context.numbers[name]
         pulled = {name: grads[name] + mu * (params[name] - context.start[name]) for name in grads if only(name)}
         return {**grads, **pulled}
 
-    return replace(base, correct=correct)
+    return correct
+
+
+def unused(name: str, numbers: Mapping[str, float]) -> str:
+    """A name for a number that is not taken yet."""
+    return next(f"{name}{tail}" for tail in ("", *range(2, 100)) if f"{name}{tail}" not in numbers)
 
 
 def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") -> Algorithm:
@@ -293,11 +257,6 @@ def moon(mu: float = 1.0, tau: float = 0.5, projection: bool = True, weight: str
     check_number("tau", tau, POSITIVE)
     base = fedavg(weight)
 
-    def penalty(net: Net, params: Tree, batch: Batch, output: Output, context: Context) -> Tensor:
-        anchors = [net(tree, batch.x).features for tree in (context.server, context.memory)]
-        similar = torch.stack([F.cosine_similarity(output.features, z) for z in anchors], 1) / tau  # (B, 2)
-        return mu * F.cross_entropy(similar, torch.zeros_like(batch.y))
-
     def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
         return base.report(params, context, work)[0], work.model
 
@@ -309,7 +268,18 @@ def moon(mu: float = 1.0, tau: float = 0.5, projection: bool = True, weight: str
                 "as they are (moon:projection=false, moon(projection=False))"
             )
 
-    return replace(base, enroll=lambda params, model: model, penalty=penalty, report=report, fits=fits)
+    numbers = {"moon/mu": mu, "moon/tau": tau}
+    return replace(
+        base, enroll=lambda params, model: model, penalty=contrast, report=report, fits=fits, numbers=numbers
+    )
+
+
+def contrast(net: Net, params: Tree, batch: Batch, output: Output, context: Context) -> Tensor:
+    """MOON's penalty: see `moon`."""
+    anchors = [net(tree, batch.x).features for tree in (context.server, context.memory)]
+    similar = torch.stack([F.cosine_similarity(output.features, z) for z in anchors], 1)  # (B, 2)
+    losses = F.cross_entropy(similar / context.numbers["moon/tau"], torch.zeros_like(batch.y))
+    return context.numbers["moon/mu"] * losses
 
 
 def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
@@ -349,7 +319,12 @@ def frozen_head(base: Algorithm) -> Algorithm:
     "BABU" of its tables.
     """
     expect("base", base, Algorithm, CALLED)
-    return replace(base, frozen=lambda name: base.frozen(name) or head(name))
+    return replace(base, frozen=_or_head(base.frozen))
+
+
+@functools.cache
+def _or_head(base: Callable[[str], bool]) -> Callable[[str], bool]:
+    return lambda name: base(name) or head(name)
 
 
 def on_sphere(base: Algorithm) -> Algorithm:
@@ -389,13 +364,23 @@ def ce(base: Algorithm, temperature: float = 1.0) -> Algorithm:
     """
     expect("base", base, Algorithm, CALLED)
     check_number("temperature", temperature, POSITIVE)
-    return replace(base, criterion=lambda logits, labels: F.cross_entropy(temperature * logits, labels))
+    return replace(base, criterion=_tempered(temperature))
+
+
+@functools.cache
+def _tempered(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda logits, labels: F.cross_entropy(temperature * logits, labels)
 
 
 def keep_local(base: Algorithm, mine: Callable[[str], bool]) -> Algorithm:
     """The tensors `mine(name)` stay with each client; see `lg_fedavg` and `fedrep`."""
     expect("base", base, Algorithm, CALLED)
-    return replace(base, shared=lambda name: base.shared(name) and not mine(name))
+    return replace(base, shared=_except(base.shared, mine))
+
+
+@functools.cache
+def _except(base: Callable[[str], bool], mine: Callable[[str], bool]) -> Callable[[str], bool]:
+    return lambda name: base(name) and not mine(name)
 
 
 def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
@@ -403,11 +388,16 @@ def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
     expect("base", base, Algorithm, CALLED)
     check_number("share", share, PART)
 
+    return replace(base, trained=_in_turns(base.trained, share))
+
+
+@functools.cache
+def _in_turns(base: Callable[[str, Tensor], Tensor], share: float) -> Callable[[str, Tensor], Tensor]:
     def trained(name: str, progress: Tensor) -> Tensor:
         first = (progress < share).to(progress)
-        return base.trained(name, progress) * (first if head(name) else 1 - first)
+        return base(name, progress) * (first if head(name) else 1 - first)
 
-    return replace(base, trained=trained)
+    return trained
 
 
 # ---------------------------------------------------------------------------------------------- by their names

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from unskew.algorithms import Algorithm, Context, always
+from unskew.algorithms import Algorithm, always
 from unskew.engine import begin, enter, leave, network, seen, travelling
 from unskew.errors import lookup
+from unskew.exchange import Context
 from unskew.heads import Calibrator
 from unskew.models import Split
 from unskew.optim import SGD
@@ -52,7 +53,7 @@ def traffic(model: Split, algorithm: Algorithm) -> Traffic:
     net = network(model)
     state = pick(algorithm.init(seen(net, algorithm, net.tree)), algorithm.sent)
     client = enter(net, algorithm, net.tree)
-    context = Context(net.tree, {**net.tree, **client.own}, state, client.memory)
+    context = Context(net.tree, {**net.tree, **client.own}, state, client.memory, algorithm.numbers)
     examples = next(iter(net.tree.values())).new_ones(())
     up, _ = leave(net, algorithm, SGD(lr=1.0), begin(net, algorithm, context.start), context, examples)
     return Traffic({**travelling(net, algorithm, net.tree), **prefix("state", state)}, up)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from unskew.algorithms import Algorithm, Batch, Client, Context, Output, Work, learning
+from unskew.algorithms import Algorithm, learning
 from unskew.data import Crops, Dataset, draw_crops, gather, normalise
 from unskew.errors import UsageError
+from unskew.exchange import Batch, Client, Context, Output, Work
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import derive, generator
@@ -156,11 +157,14 @@ def begin(net: Network, algorithm: Algorithm, start: Tree) -> Local:
     return Local(start, velocity, dict.fromkeys(velocity, counter), counter)
 
 
-def local_step(net: Network, algorithm: Algorithm, sgd: SGD) -> Callable[[Local, Batch, Context, Tensor], Local]:
+LocalStep = Callable[[Local, Batch, Context, Tensor, SGD], Local]
+
+
+def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
     """One step of SGD of one client: criterion + penalty -> gradient -> correct -> momentum -> new weights."""
     trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
 
-    def step(local: Local, batch: Batch, context: Context, progress: Tensor) -> Local:
+    def step(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: SGD) -> Local:
         constant = pick(local.model, lambda name: not trainable(name) and name not in net.moving)
 
         def objective(learnt: Tree) -> tuple[Tensor, Tree]:
@@ -288,16 +292,16 @@ def sequential(
     sum: Sum,
 ) -> Outcome:
     """The specification: one client after the other."""
-    step, sent = local_step(net, algorithm, sgd), pick(state, algorithm.sent)
+    step, sent = local_step(net, algorithm), pick(state, algorithm.sent)
     total, after, losses = sum.begin(cohort.ids), [], []
     for id, client, todo, size in zip(*cohort, strict=True):
-        context = Context(params, {**params, **client.own}, sent, client.memory)
+        context = Context(params, {**params, **client.own}, sent, client.memory, algorithm.numbers)
         local, count = begin(net, algorithm, context.start), len(todo.rows)
         with _noise(todo.noise, params):
             for t in range(count):
                 with _noted(f"client {id}, step {t + 1} of {count}"):
                     batch = _batch(data, params, todo.rows[t], _at(todo.crops, t))
-                    local = step(local, batch, context, _number(params, t / count))
+                    local = step(local, batch, context, _number(params, t / count), sgd)
         upload, client = leave(net, algorithm, sgd, local, context, _number(params, size))
         total = sum.add(total, [id], stack([upload]))
         after.append(client)
@@ -323,9 +327,10 @@ def batched(
     todo = _padded(plans)
     start = {name: value.expand(len(order), *value.shape) for name, value in params.items()}
     start |= stack([client.own for client in clients])
-    context = Context(params, start, pick(state, algorithm.sent), stack([client.memory for client in clients]))
-    axes = Context(None, 0, None, 0 if context.memory else None)  # type: ignore[arg-type]  # axes stand where trees do
-    step = vmap(local_step(net, algorithm, sgd), in_dims=(0, 0, axes, 0), randomness="different")
+    memory = stack([client.memory for client in clients])
+    context = Context(params, start, pick(state, algorithm.sent), memory, algorithm.numbers)
+    axes = Context(None, 0, None, 0 if memory else None, None)  # type: ignore[arg-type]  # axes stand where trees do
+    step = vmap(local_step(net, algorithm), in_dims=(0, 0, axes, 0, None), randomness="different")
     local = vmap(lambda start: begin(net, algorithm, start))(start)
     total, t = sum.begin(cohort.ids), 0
     after: dict[int, Client] = {}
@@ -336,7 +341,7 @@ def batched(
             while t < counts[last]:
                 with _noted(f"clients {ids[: last + 1]}, step {t + 1}"):
                     batch = _batch(data, params, todo.rows[: last + 1, t], _at(todo.crops, (slice(last + 1), t)))
-                    local = step(local, batch, context, t / shares)
+                    local = step(local, batch, context, t / shares, sgd)
                 t += 1
             done, given = _rows(local, context, last)
             upload, client = leave(net, algorithm, sgd, done, given, _number(params, sizes[last]))

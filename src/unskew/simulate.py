@@ -11,17 +11,32 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from unskew.algorithms import Algorithm, Client
+from unskew.algorithms import Algorithm
 from unskew.data import Dataset, normalise
-from unskew.engine import Cohort, Engine, Network, at_home, batched, enter, installed, network, plan, seen
+from unskew.engine import (
+    Cohort,
+    Engine,
+    Network,
+    Outcome,
+    Plan,
+    at_home,
+    batched,
+    enter,
+    installed,
+    network,
+    plan,
+    seen,
+)
 from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, SHARE, UsageError, check_number, expect
 from unskew.evaluate import batches, check_width
+from unskew.exchange import Client
 from unskew.heads import Calibrator, calibrate
 from unskew.models import Split
 from unskew.optim import SGD, Schedule, constant
@@ -49,84 +64,88 @@ class Diverged(ArithmeticError):
     """Training left the numbers."""
 
 
-def train(
-    model: Split,
-    federation: Federation,
-    algorithm: Algorithm,
-    *,
-    rounds: int,
-    epochs: int = 1,
-    steps: int | None = None,
-    batch: int = 64,
-    lr: float = 0.01,
-    momentum: float = 0.9,
-    weight_decay: float = 1e-5,
-    schedule: Schedule | None = None,
-    fraction: float = 1.0,
-    augment: bool = False,
-    seed: int = 0,
-    engine: Engine = batched,
-    sum: Sum | None = None,
-    recalibrate: tuple[Calibrator, int] | None = None,
-    resume: Round | None = None,
-) -> Iterator[Round]:
-    """Train a model over a federation; the model itself stays as it is.
+@dataclass(frozen=True)
+class Training:
+    """A federated training, checked when it is made: what each of its rounds consists of.
 
     In each round a `fraction` of the clients (at least one) does `epochs` passes over its data, or `steps` SGD steps,
-    at `lr` times the `schedule`'s factor. Clients that are absent keep what they keep. Raises `Diverged` when the
-    loss is no number any more. `recalibrate=(ffc(), 10)` has all clients send statistics after every 10th round and
-    goes on with the classifier made of them (SphereFed C.2).
+    at `lr` times the `schedule`'s factor. `recalibrate=(ffc(), 10)` has all clients send statistics after every 10th
+    round and goes on with the classifier made of them (SphereFed C.2).
     """
-    expect("model", model, Split, "cut it first: split(module, example)")
-    expect("federation", federation, Federation, "make one: federate(data, dirichlet(10, 0.1))")
-    whole = hasattr(algorithm, "algorithm")  # a Method
-    expect("algorithm", algorithm, Algorithm, "give its .algorithm" if whole else "call its factory: fedavg()")
-    for name, function in (("schedule", schedule), ("engine", engine)):
-        if function is not None and not callable(function):
-            raise UsageError(
-                f"{name} is {function!r}, which can't be called: give the function, such as cosine() or batched"
-            )
-    if algorithm.population not in (None, len(federation.clients)):
-        raise UsageError(
-            f"the method counts on population={algorithm.population} clients, but the federation has "
-            f"{len(federation.clients)}: give it that number, as in scaffold({len(federation.clients)})"
-        )
-    _check(federation, rounds=rounds, epochs=epochs, steps=steps, batch=batch, lr=lr, momentum=momentum,
-           weight_decay=weight_decay, fraction=fraction)  # fmt: skip
-    check_batch(batch, len(federation.data.y))
-    net, schedule, sum = network(model), schedule or constant(), sum or plain_sum()
-    data = federation.data
-    device = data.y.device
-    tree = {name: value.to(device) for name, value in net.tree.items()}
-    for module in net.modes.values():
-        module.to(device)
-    check_fit(model, net, tree, data, algorithm, recalibrate)
-    if recalibrate and recalibrate[1] > rounds:
-        raise UsageError(f"recalibrate is every {recalibrate[1]} rounds, but there are {rounds}: it would never happen")
-    if resume is None:
-        params, state, clients, first = tree, algorithm.init(seen(net, algorithm, tree)), {}, 1
-    else:
-        params, state, clients, first = resume.params, resume.state, dict(resume.clients), resume.number + 1
-    for number in range(first, rounds + 1):
-        began = time.perf_counter()
-        ids = cohort_of(len(federation.clients), fraction, seed, number)
-        plans = [
-            plan(federation.clients[id], batch, seed, number, id, epochs=epochs, steps=steps, augment=augment)
-            for id in ids
-        ]
-        visitors = [clients[id] if id in clients else enter(net, algorithm, params) for id in ids]
-        sizes = [federation.sizes[id] for id in ids]
-        sgd = SGD(lr * schedule(number, rounds), momentum, weight_decay)
-        try:
-            outcome = engine(net, algorithm, sgd, data, params, state, Cohort(ids, visitors, plans, sizes), sum)
-        except Exception as error:
-            error.add_note(f"in round {number} of {rounds}")
-            raise
-        params, state = outcome.params, outcome.state
-        clients = {
-            **clients,
-            **{id: kept for id, kept in zip(ids, outcome.clients, strict=True) if any(kept)},
-        }
+
+    model: Split
+    federation: Federation
+    algorithm: Algorithm
+    rounds: int
+    epochs: int = 1
+    steps: int | None = None
+    batch: int = 64
+    lr: float = 0.01
+    momentum: float = 0.9
+    weight_decay: float = 1e-5
+    schedule: Schedule = field(default_factory=constant)
+    fraction: float = 1.0
+    augment: bool = False
+    seed: int = 0
+    sum: Sum = field(default_factory=plain_sum)
+    recalibrate: tuple[Calibrator, int] | None = None
+    net: Network = field(init=False, repr=False)
+    tree: Tree = field(init=False, repr=False)  # the first model, on the data's device
+
+    def __post_init__(self) -> None:
+        expect("model", self.model, Split, "cut it first: split(module, example)")
+        expect("federation", self.federation, Federation, "make one: federate(data, dirichlet(10, 0.1))")
+        whole = hasattr(self.algorithm, "algorithm")  # a Method
+        remedy = "give its .algorithm" if whole else "call its factory: fedavg()"
+        expect("algorithm", self.algorithm, Algorithm, remedy)
+        check_callable("schedule", self.schedule)
+        _check(self)
+        check_batch(self.batch, len(self.federation.data.y))
+        net, device = network(self.model), self.federation.data.y.device
+        for module in net.modes.values():
+            module.to(device)
+        object.__setattr__(self, "net", net)
+        object.__setattr__(self, "tree", {name: value.to(device) for name, value in net.tree.items()})
+        check_fit(self.model, net, self.tree, self.federation.data, self.algorithm, self.recalibrate)
+        if self.recalibrate and self.recalibrate[1] > self.rounds:
+            every = self.recalibrate[1]
+            raise UsageError(f"recalibrate is every {every} rounds, but there are {self.rounds}: it would never happen")
+
+    @functools.cached_property
+    def hosted(self) -> list[Tensor]:
+        """The clients' indices, on the host."""
+        return [indices.cpu() for indices in self.federation.clients]
+
+    def start(self) -> Round:
+        """Before the first round."""
+        state = self.algorithm.init(seen(self.net, self.algorithm, self.tree))
+        return Round(0, self.tree, state, {}, (), math.nan, math.nan, 0.0)
+
+    def ids(self, number: int) -> list[int]:
+        """Who trains in a round."""
+        return cohort_of(len(self.federation.clients), self.fraction, self.seed, number)
+
+    def sgd(self, number: int) -> SGD:
+        """How they do."""
+        return SGD(self.lr * self.schedule(number, self.rounds), self.momentum, self.weight_decay)
+
+    def plan(self, number: int, id: int, on_host: bool = False) -> Plan:
+        """What a client does in a round; `on_host` even if the data are on a GPU."""
+        indices = self.hosted[id] if on_host else self.federation.clients[id]
+        return plan(
+            indices, self.batch, self.seed, number, id, epochs=self.epochs, steps=self.steps,
+            augment=self.augment,
+        )  # fmt: skip
+
+    def visitor(self, last: Round, id: int) -> Client:
+        """What a client brings to the round after the last one."""
+        return last.clients[id] if id in last.clients else enter(self.net, self.algorithm, last.params)
+
+    def after(self, last: Round, ids: Sequence[int], outcome: Outcome, began: float) -> Round:
+        """The round that follows, of which this is the outcome. Raises `Diverged` where that is no number any more."""
+        number, params, sgd = last.number + 1, outcome.params, self.sgd(last.number + 1)
+        sizes = [self.federation.sizes[id] for id in ids]
+        kept = {id: client for id, client in zip(ids, outcome.clients, strict=True) if any(client)}
         loss = math.fsum(n * value for n, value in zip(sizes, outcome.losses, strict=True)) / math.fsum(sizes)
         if not math.isfinite(loss) or not all(torch.isfinite(value).all() for value in params.values()):
             worst = max(zip(ids, outcome.losses, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
@@ -134,9 +153,64 @@ def train(
                 f"training diverged in round {number}: the loss of client {worst[0]} is {worst[1]}; "
                 f"lower the learning rate (it is {sgd.lr:g})"
             )
-        if recalibrate and number % recalibrate[1] == 0:
-            params = _recalibrated(model, params, federation, recalibrate[0], generator(seed, "recalibrate", number))
-        yield Round(number, params, state, clients, tuple(ids), loss, sgd.lr, time.perf_counter() - began)
+        if self.recalibrate and number % self.recalibrate[1] == 0:
+            draw = generator(self.seed, "recalibrate", number)
+            params = _recalibrated(self.model, params, self.federation, self.recalibrate[0], draw)
+        seconds = time.perf_counter() - began
+        return Round(number, params, outcome.state, {**last.clients, **kept}, tuple(ids), loss, sgd.lr, seconds)
+
+
+class Settings(TypedDict, total=False):
+    """What can be said of a training beside its model, federation, algorithm and rounds: see `Training`."""
+
+    epochs: int
+    steps: int | None
+    batch: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    schedule: Schedule | None
+    fraction: float
+    augment: bool
+    seed: int
+    sum: Sum | None
+    recalibrate: tuple[Calibrator, int] | None
+
+
+def train(
+    model: Split,
+    federation: Federation,
+    algorithm: Algorithm,
+    *,
+    rounds: int,
+    engine: Engine = batched,
+    resume: Round | None = None,
+    **settings: Unpack[Settings],
+) -> Iterator[Round]:
+    """Train a model over a federation, round by round; the model itself stays as it is.
+
+    `settings` are those of `Training`: epochs, steps, batch, lr, momentum, weight_decay, schedule, fraction, augment,
+    seed, sum, recalibrate. Clients that are absent keep what they keep. Raises `Diverged` when the loss is no number
+    any more. `resume` goes on after a round.
+    """
+    check_callable("engine", engine)
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    run = Training(model, federation, algorithm, rounds, **given)
+    last = resume or run.start()
+    while last.number < run.rounds:
+        began, number = time.perf_counter(), last.number + 1
+        ids = run.ids(number)
+        visitors, plans = [run.visitor(last, id) for id in ids], [run.plan(number, id) for id in ids]
+        cohort = Cohort(ids, visitors, plans, [federation.sizes[id] for id in ids])
+        try:
+            outcome = engine(
+                run.net, algorithm, run.sgd(number), federation.data, last.params, last.state, cohort, run.sum
+            )
+        except Exception as error:
+            error.add_note(f"in round {number} of {run.rounds}")
+            raise
+        last = run.after(last, ids, outcome, began)
+        yield last
 
 
 def _recalibrated(
@@ -213,15 +287,29 @@ def check_batch(batch: int, examples: int) -> None:
         raise UsageError(f"batch is {batch}, but there are {examples} training examples in all: use a smaller one")
 
 
-def _check(federation: Federation, **given: float | None) -> None:
+def check_callable(name: str, function: object) -> None:
+    """Refuse the name of a function where the function itself is wanted."""
+    if not callable(function):
+        raise UsageError(
+            f"{name} is {function!r}, which can't be called: give the function, such as cosine() or batched"
+        )
+
+
+def _check(training: Training) -> None:
     """Refuse settings that can't be meant."""
     allowed = {
         "rounds": COUNT, "epochs": COUNT, "steps": COUNT, "batch": COUNT, "lr": NOT_NEGATIVE,
         "weight_decay": NOT_NEGATIVE, "momentum": DECAY, "fraction": SHARE,
     }  # fmt: skip
-    for name, value in given.items():
-        if value is not None:
-            check_number(name, value, allowed[name])
-    empty = [id for id, indices in enumerate(federation.clients) if not len(indices)]
+    for name, rule in allowed.items():
+        if getattr(training, name) is not None:
+            check_number(name, getattr(training, name), rule)
+    clients, counted = training.federation.clients, training.algorithm.population
+    if counted not in (None, len(clients)):
+        raise UsageError(
+            f"the method counts on population={counted} clients, but the federation has {len(clients)}: "
+            f"give it that number, as in scaffold({len(clients)})"
+        )
+    empty = [id for id, indices in enumerate(clients) if not len(indices)]
     if empty:
         raise UsageError(f"clients {empty} hold no examples: leave them out, or cut with min_size of at least 1")

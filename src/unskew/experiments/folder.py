@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from unskew.algorithms import Client
 from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
+from unskew.exchange import Client
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.parts import own_model, settled_like
 from unskew.heads import plain

@@ -18,6 +18,7 @@ from unskew.engine import engines
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, calibrators, check_training, oracle
+from unskew.lanes import precisions, train_on_lanes
 from unskew.methods import Method, method
 from unskew.models import Split, build, split
 from unskew.partition import Federation, federate, partitions
@@ -172,7 +173,10 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
     engine, threads = experiment.engine, experiment.threads
     if engine == "auto":
         engine = "batched" if small or device.startswith("cuda") else "sequential"
-    lookup("engine", engine, engines)
+    lookup("engine", engine, {**engines, "lanes": train_on_lanes})
+    lookup("precision", experiment.precision, precisions)
+    if experiment.precision != "float32" and (engine != "lanes" or not device.startswith("cuda")):
+        raise UsageError(f"precision is {experiment.precision!r}, which needs --engine lanes and a GPU: use float32")
     experiment = replace(experiment, engine=engine, threads=threads or (1 if small else torch.get_num_threads()))
     return experiment, model.to(device)
 

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ from unskew.experiments.parts import (
     ways_of,
 )
 from unskew.heads import Calibrator, calibrate
+from unskew.lanes import train_on_lanes
 from unskew.methods import files_of
 from unskew.models import Split
 from unskew.optim import schedules
@@ -50,7 +52,7 @@ from unskew.partition import Federation, table
 from unskew.personal import Way, own as own_models, personal_models, score_personal
 from unskew.results import Record, appended, digest, rewrite, seal
 from unskew.seeds import generator
-from unskew.simulate import Round, check_batch, check_fit, collect_all, train
+from unskew.simulate import Round, Training, check_batch, check_fit, collect_all, train
 from unskew.specs import parse
 
 
@@ -87,11 +89,15 @@ def run(
     names = ("rounds", "epochs", "steps", "batch", "lr", "momentum", "weight_decay", "fraction", "augment", "seed")
     options = {name: getattr(experiment, name) for name in names}
     with threads(experiment.threads), blaming(experiment.method):
-        training = train(
-            model, federation, algorithm, schedule=schedule, engine=engines[experiment.engine], recalibrate=recalibrate,
-            resume=last, **options,
-        )  # fmt: skip
-        for last in training:
+        rounds = _rounds(
+            experiment,
+            model,
+            federation,
+            algorithm,
+            last,
+            {**options, "schedule": schedule, "recalibrate": recalibrate},
+        )
+        for last in rounds:
             evaluated = last.number % experiment.evaluate_every == 0 or last.number == experiment.rounds
             scores = _record(_scored(model, federation, algorithm, last, local)) if evaluated else {}
             records.append(_round(last, scores))
@@ -113,6 +119,17 @@ def run(
             records.append(record)
             yield appended(history, record)
     yield appended(history, {"kind": "end", "seconds": math.fsum(record.get("seconds", 0.0) for record in records)})
+
+
+def _rounds(
+    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, last: Round | None,
+    options: dict[str, Any],
+) -> Iterator[Round]:  # fmt: skip
+    """The rounds of a run, by its engine."""
+    if experiment.engine == "lanes":
+        alone = [Training(model, federation, algorithm, **options)]
+        return (round for _, round in train_on_lanes(alone, resume=[last], precision=experiment.precision))
+    return train(model, federation, algorithm, engine=engines[experiment.engine], resume=last, **options)
 
 
 def _try(

@@ -1,0 +1,186 @@
+"""Lanes: the schedule's laws, and that what they train is what `sequential` trains."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from conftest import toy_data, toy_model
+from methods import METHODS, PRODUCT, model_for
+from test_equivalence import gap
+from unskew.algorithms import fedavg, fedavgm, fednova, fedprox, keep_local, moon, scaffold
+from unskew.engine import sequential
+from unskew.errors import UsageError
+from unskew.lanes import check_shareable, program, train_on_lanes
+from unskew.models import body
+from unskew.optim import cosine
+from unskew.partition import Federation
+from unskew.simulate import Training, train
+from unskew.timetable import Usage
+
+
+def pair(name, federation, norm, lanes, **options):
+    """The last round by `sequential` and by lanes, beside a run of another seed, rate and number of rounds."""
+    given = {"rounds": 3, "epochs": 2, "batch": 8, "lr": 0.05, "weight_decay": 1e-3, "seed": 1, **options}
+    model, method = model_for(name, norm), METHODS[name]
+    *_, expected = train(model, federation, method, engine=sequential, **given)
+    runs = [
+        Training(model, federation, method, **given),
+        Training(model, federation, method, **{**given, "seed": 2, "rounds": 2, "lr": 0.01}),
+    ]
+    *_, found = (round for run, round in train_on_lanes(runs, lanes=lanes) if run == 0)
+    return expected, found
+
+
+QUICK = [*((name, "batch") for name in METHODS), *((name, norm) for name in PRODUCT for norm in ("group", "none"))]
+
+
+@pytest.mark.parametrize(("name", "norm"), QUICK)
+def test_lanes_equal_sequential(name, norm, ragged):
+    expected, found = pair(name, ragged, norm, lanes=4)
+    assert gap(expected, found) < 1e-9
+    assert found.loss == pytest.approx(expected.loss, abs=1e-9)
+    assert found.cohort == expected.cohort
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"fraction": 0.5, "rounds": 5}, {"steps": 3}, {"batch": 64}, {"augment": True}, {"momentum": 0.0}]
+)
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+@pytest.mark.parametrize("name", METHODS)
+def test_lanes_equal_sequential_in_every_setting(name, lanes, options, ragged):
+    assert gap(*pair(name, ragged, "batch", lanes, **options)) < 1e-9
+
+
+@pytest.mark.parametrize("options", [{"fraction": 0.5, "rounds": 5}, {"steps": 3}, {"batch": 64}, {"augment": True}])
+@pytest.mark.parametrize("name", ["fedavg", "moon, body at home", "scaffold", "fedavg, head at home, in turns"])
+def test_other_settings(name, options, ragged):
+    assert gap(*pair(name, ragged, "batch", 3, **options)) < 1e-9
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_runs_of_any_shape_equal_sequential(data):
+    """Ragged clients, several runs, stragglers, partial participation, several numbers of lanes."""
+    toys = toy_data(60)
+
+    def run_of(seed):
+        ends = sorted(data.draw(st.sets(st.integers(1, 59), min_size=0, max_size=4)))
+        parts = torch.arange(60).tensor_split(ends)
+        options = {
+            "rounds": data.draw(st.integers(1, 3)), "fraction": data.draw(st.sampled_from([1.0, 0.5])),
+            "lr": data.draw(st.sampled_from([0.01, 0.1])), "epochs": data.draw(st.integers(1, 2)),
+        }  # fmt: skip
+        method = (
+            moon(data.draw(st.sampled_from([0.1, 1.0])))
+            if stateful
+            else fedprox(data.draw(st.sampled_from([0.1, 1.0])))
+        )
+        return Training(toy_model("group"), Federation(toys, parts), method, batch=8, seed=seed, **options)
+
+    stateful = data.draw(st.booleans())
+    runs = [run_of(seed) for seed in range(data.draw(st.integers(1, 3)))]
+    last = dict(train_on_lanes(runs, lanes=data.draw(st.integers(1, 6))))
+    for number, run in enumerate(runs):
+        *_, expected = train(
+            run.model, run.federation, run.algorithm, rounds=run.rounds, epochs=run.epochs, batch=8, lr=run.lr,
+            fraction=run.fraction, seed=run.seed, engine=sequential,
+        )  # fmt: skip
+        assert gap(expected, last[number]) < 1e-9
+
+
+def test_methods_of_one_step_share_lanes(ragged):
+    """FedAvg, FedAvgM and FedNova differ on the server alone; FedProx and MOON in numbers."""
+    given = {"rounds": 2, "epochs": 2, "batch": 8, "lr": 0.05}
+    for methods in (
+        [fedavg(), fedavgm(0.5), fednova(), fedavg("equal")],
+        [fedprox(0.1), fedprox(1.0), fedprox(0.1, fednova())],
+        [moon(1.0, 0.5), moon(5.0, 0.1)],
+        [keep_local(fedavg(), body), keep_local(fedavgm(0.5), body)],
+    ):
+        runs = [Training(toy_model("batch"), ragged, method, **given, schedule=cosine()) for method in methods]
+        assert len({program(run) for run in runs}) == 1
+        last = dict(train_on_lanes(runs, lanes=5))
+        results = []
+        for number, method in enumerate(methods):
+            *_, expected = train(toy_model("batch"), ragged, method, engine=sequential, schedule=cosine(), **given)
+            assert gap(expected, last[number]) < 1e-9
+            results.append(expected)
+        for one, other in itertools.combinations(results, 2):
+            moved = {**one.params, **(one.clients[0].own if one.clients else {})}
+            theirs = {**other.params, **(other.clients[0].own if other.clients else {})}
+            assert max((moved[k] - theirs[k]).abs().max() for k in moved) > 1e-9
+
+
+def test_runs_of_other_programs_are_refused(ragged):
+    def run_of(method=None, model=None, federation=ragged, **options):
+        method, model = method or fedavg(), model or toy_model("batch")
+        return Training(model, federation, method, **{"rounds": 1, "batch": 8, **options})
+
+    own = replace(fedavg(), correct=lambda grads, params, context: grads)
+    other = Federation(toy_data(), ragged.clients)
+    for run, message in (
+        (run_of(fedprox(0.1)), "the same local step"),
+        (run_of(own), "the same local step"),
+        (run_of(model=toy_model("group")), "the same network"),
+        (run_of(batch=4), "the same batch and augmentation"),
+        (run_of(augment=True), "the same batch and augmentation"),
+        (run_of(federation=other), "the same data set"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_shareable([run_of(), run])
+    check_shareable([run_of(), run_of(lr=1.0, seed=3, rounds=9), run_of(fedavgm(0.1))])
+
+
+def test_runs_on_lanes_go_on_after_a_stop(ragged):
+    def runs():
+        return [Training(toy_model("batch"), ragged, scaffold(3), rounds=n, batch=8, seed=n) for n in (3, 4)]
+
+    shared = scaffold(3)
+    made = [replace(run, algorithm=shared) for run in runs()]
+    whole = [[], []]
+    for number, round in train_on_lanes(made, lanes=3):
+        whole[number].append(round)
+    for stop in ((0, 2), (1, 1), (3, 2)):
+        resume = [rounds[reached - 1] if reached else None for rounds, reached in zip(whole, stop, strict=True)]
+        last = dict(enumerate(resume)) | dict(train_on_lanes(made, lanes=3, resume=resume))
+        for number in (0, 1):
+            assert gap(last[number], whole[number][-1]) < 1e-12
+    assert not list(train_on_lanes(made, resume=[rounds[-1] for rounds in whole]))
+
+
+def test_usage_is_told(ragged):
+    usage = Usage()
+    list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=2, batch=8)], lanes=2, usage=usage))
+    assert usage.useful == 2 * (3 + 1 + 5)
+    assert 0.5 < usage.occupancy <= 1
+
+
+def test_a_precision_that_is_none(ragged):
+    with pytest.raises(UsageError, match="unknown precision 'half'.*bfloat16"):
+        list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=1, batch=8)], precision="half"))
+    before = torch.backends.cudnn.benchmark
+    list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=1, batch=8)], precision="tf32"))
+    assert torch.backends.cudnn.benchmark == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compiled_lanes_on_a_gpu_equal_sequential_on_a_cpu():
+    data = toy_data()
+    parts = (torch.arange(0, 20), torch.arange(20, 25), torch.arange(25, 60))
+    options = {"rounds": 3, "epochs": 2, "batch": 8, "lr": 0.05, "augment": True}
+    *_, expected = train(toy_model("batch"), Federation(data, parts), scaffold(3), engine=sequential, **options)
+    there = Federation(data.to("cuda"), tuple(part.cuda() for part in parts))
+    *_, (_, found) = train_on_lanes([Training(toy_model("batch"), there, scaffold(3), **options)], lanes=2)
+    moved = found._replace(
+        params={name: value.cpu() for name, value in found.params.items()},
+        state={name: value.cpu() for name, value in found.state.items()},
+        clients={
+            id: type(client)(*({name: value.cpu() for name, value in tree.items()} for tree in client))
+            for id, client in found.clients.items()
+        },
+    )
+    assert gap(expected, moved) < 1e-9
