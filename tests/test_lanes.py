@@ -34,10 +34,13 @@ def pair(name, federation, norm, lanes, **options):
     return expected, found
 
 
-QUICK = [*((name, "batch") for name in METHODS), *((name, norm) for name in PRODUCT for norm in ("group", "none"))]
+CASES = [
+    *((name, "batch") for name in METHODS),
+    *(pytest.param(name, norm, marks=pytest.mark.slow) for name in PRODUCT for norm in ("group", "none")),
+]
 
 
-@pytest.mark.parametrize(("name", "norm"), QUICK)
+@pytest.mark.parametrize(("name", "norm"), CASES)
 def test_lanes_equal_sequential(name, norm, ragged):
     expected, found = pair(name, ragged, norm, lanes=4)
     assert gap(expected, found) < 1e-9

@@ -518,7 +518,10 @@ def test_a_run_counts_what_travels(data, tmp_path) -> None:
     assert starts["scaffold"]["up_in_papers"] == 2 * starts["fedavg"]["up_in_papers"]
 
 
-@pytest.mark.parametrize("engine", ["sequential", "batched", "lanes"])
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param("sequential", marks=pytest.mark.slow), pytest.param("lanes", marks=pytest.mark.slow), "batched"],
+)
 @pytest.mark.parametrize(
     ("method", "personal"),
     [("fedavg", "all:epochs=1,head,ffc"), ("fedbabu", "head:epochs=2:lr=0.1"), ("lg_fedavg", "own"),
