@@ -37,14 +37,14 @@ def images(folder: Path | None, classes: int) -> Dataset:
     return dataset("random", x, y, x[:10_000], y[:10_000])
 
 
-def plain_loop(run: Training, steps: int, autocast: bool) -> float:
+def plain_loop(run: Training, network: str, steps: int, autocast: bool) -> float:
     """Client-steps a second of what one would write without Unskew: a model, an optimiser, batches on the device."""
     data, device = run.federation.data, run.federation.data.y.device
-    model = build(type_of(run), data.classes, 3, 32).to(device).train()
+    model = build(network, data.classes, 3, 32).to(device).train()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
     todo = run.plan(1, max(range(len(run.federation.sizes)), key=run.federation.sizes.__getitem__))
     contrast = run.algorithm.penalty is moon().penalty
-    anchors = [build(type_of(run), data.classes, 3, 32).to(device).eval() for _ in range(2)] if contrast else []
+    anchors = [build(network, data.classes, 3, 32).to(device).eval() for _ in range(2)] if contrast else []
 
     def go(count: int) -> float:
         synchronise(device)
@@ -70,11 +70,6 @@ def plain_loop(run: Training, steps: int, autocast: bool) -> float:
 
     go(min(20, steps))
     return go(steps)
-
-
-def type_of(run: Training) -> str:
-    """The network's name."""
-    return run.model.layer if run.model.layer != "classifier" else "cnn"
 
 
 def synchronise(device: torch.device) -> None:
@@ -107,7 +102,6 @@ def main() -> None:
 
     def run_of(alpha: float, seed: int) -> Training:
         model = build(given.model, data.classes, 3, 32, generator=torch.Generator().manual_seed(seed))
-        model.layer = given.model
         federation = federate(data, dirichlet(10, alpha), seed)
         return Training(
             model, federation, algorithm, rounds=given.rounds, epochs=given.epochs, batch=64, augment=True, seed=seed
@@ -120,7 +114,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {name}, {given.model}, {given.method}", flush=True)
     for precision in given.precision.split(","):
         with precise(precision) as autocast:
-            loop = plain_loop(runs[0], given.loop_steps, autocast)
+            loop = plain_loop(runs[0], given.model, given.loop_steps, autocast)
         print(f"{precision}: plain loop {loop:.0f} client-steps/s", flush=True)
         if given.command == "steps":
             for count in map(int, given.lanes.split(",")):
@@ -156,7 +150,7 @@ def main() -> None:
                 pass
             synchronise(device)
             ready, seconds = usage.began - began, time.perf_counter() - usage.began
-            work = [[[-(-n // 64) * given.epochs for n in run.federation.sizes]] * given.rounds for run in runs]
+            work = [[[run.count(id) for id in range(len(run.federation.sizes))]] * given.rounds for run in runs]
             most = max(usage.steps)
             print(f"  {usage.useful} client-steps in {seconds:.2f} s (prepared in {ready:.0f} s), occupancy "
                   f"{usage.occupancy:.1%} (without a ladder at most {bound(work, most):.1%}) at {most} lanes, "

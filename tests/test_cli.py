@@ -155,10 +155,10 @@ def test_too_little_memory_is_said_in_one_line(data, here, monkeypatch) -> None:
 
         return train
 
-    monkeypatch.setattr("unskew.experiments.runner.train", failing("CUDA out of memory. Tried to allocate 2 GiB"))
+    monkeypatch.setattr("unskew.experiments.runner.rounds_of", failing("CUDA out of memory. Tried to allocate 2 GiB"))
     answer = unskew("run", *tiny(data), "--out", "run")
     assert (answer.code, answer.err.splitlines()[-1][:23]) == (1, "error: out of memory: t")
-    monkeypatch.setattr("unskew.experiments.runner.train", failing("something else"))
+    monkeypatch.setattr("unskew.experiments.runner.rounds_of", failing("something else"))
     with pytest.raises(RuntimeError, match="something else"):
         unskew("run", *tiny(data), "--out", "other")
 

@@ -48,21 +48,25 @@ def test_ffc_is_ridge_regression_on_the_pooled_features(form, bias, ridge):
         assert new.bias is None
 
 
+@pytest.mark.parametrize("ridge", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("bias", [True, False])
-def test_ffc_without_ridge_never_raises_the_training_squared_error(bias):
+def test_ffc_never_raises_its_objective(bias, ridge):
+    """The training squared error, plus the ridge on the weights: not above the old head's, nor any other's."""
     z, y = features()
     onehot = (y[:, None] == torch.arange(4)).double()
-    new = fitted(ffc(), FeatureStats.of(z, y, 4), head(bias=bias))
+    old = head(bias=bias)
+    new = fitted(ffc(ridge), FeatureStats.of(z, y, 4), old)
 
-    def error(layer):
-        return ((layer(z) - onehot) ** 2).sum()
+    def objective(layer):
+        return ((layer(z) - onehot) ** 2).sum() + ridge * (layer.weight**2).sum()
 
+    assert objective(new) <= objective(old)
     for seed in range(20):
         nudged = head(bias=bias)
         with torch.no_grad():
             for mine, theirs in zip(nudged.parameters(), new.parameters(), strict=True):
                 mine.copy_(theirs + 1e-3 * torch.randn(theirs.shape, generator=generator(seed), dtype=torch.float64))
-        assert error(new) <= error(nudged)
+        assert objective(new) <= objective(nudged)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -30,7 +30,7 @@ from unskew.console import report, show, summary, table_of
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
 from unskew.results import Record
-from unskew.specs import defaults_of
+from unskew.specs import defaults_of, without_folders
 
 DEMO = Experiment(
     norm="none", rounds=10, epochs=5, batch=32, calibrate="ccvr,ffc,oracle"
@@ -165,7 +165,7 @@ def _absolute(given: dict[str, Any]) -> dict[str, Any]:
 
 def _name(experiment: Experiment) -> str:
     """A folder's name for an experiment, of its own."""
-    method = "central" if experiment.central else re.sub(r"[^\w+.=-]", "-", re.sub(r"[^+:]*/", "", experiment.method))
+    method = "central" if experiment.central else re.sub(r"[^\w+.=-]", "-", without_folders(experiment.method))
     return f"{Path(experiment.data).stem}-{method}-{experiment.digest[:8]}"
 
 

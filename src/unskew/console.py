@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unskew.results import Record
+from unskew.specs import without_folders
 
 
 def show(thing: str | Table = "") -> None:
@@ -83,7 +83,7 @@ def _change(before: float, after: float, first: bool) -> str:
 def _trained(experiment: Record) -> str:
     """What was trained; of a file only its name."""
     clients = f"{experiment['clients']} client" + ("s" if experiment["clients"] > 1 else "")
-    named = f"{re.sub(r'[^+:]*/', '', experiment['method'])} over {clients}"
+    named = f"{without_folders(experiment['method'])} over {clients}"
     return "Central training" if experiment["central"] else named
 
 

@@ -53,8 +53,7 @@ def plan(
     """
     draw = generator(seed, "plan", round, client)
     size = len(indices)
-    per_epoch = -(-size // batch)
-    count = epochs * per_epoch if steps is None else steps
+    per_epoch, count = -(-size // batch), step_count(size, batch, epochs, steps)
     passes = -(-count // per_epoch)
     order = [torch.randperm(size, generator=draw) for _ in range(passes + 1)]  # one more, to fill the last
     gap = per_epoch * batch - size
@@ -65,6 +64,11 @@ def plan(
     if crops is not None:
         crops = Crops(*(part.to(indices.device) for part in crops))
     return Plan(indices[chosen.to(indices.device)], crops, derive(seed, "noise", round, client))
+
+
+def step_count(examples: int, batch: int, epochs: int, steps: int | None) -> int:
+    """How many steps a client takes in a round."""
+    return epochs * -(-examples // batch) if steps is None else steps
 
 
 class Cohort(NamedTuple):
@@ -105,12 +109,12 @@ class _Both(nn.Module):
         return Output(features, self.classifier(features))
 
 
-def network(model: Split) -> Network:
-    """The network of a model. The model itself is copied and stays as it is.
+def network(model: Split, device: torch.device | None = None) -> Network:
+    """The network of a model, on a device if one is given. The model itself is copied and stays as it is.
 
     Parameters that do not require gradients and integer buffers are constants; other buffers are running statistics.
     """
-    modes = {train: copy.deepcopy(_Both(model)).train(train) for train in (True, False)}
+    modes = {train: copy.deepcopy(_Both(model)).to(device).train(train) for train in (True, False)}
     for module in (module for both in modes.values() for module in both.modules()):
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             if module.momentum is None:
@@ -218,8 +222,12 @@ def seen(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
 
 def travelling(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
     """What a client receives of the model in a round: all that changes and is shared."""
-    trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
-    return pick(tree, lambda name: (trainable(name) or moves(name)) and algorithm.shared(name))
+    return pick(tree, lambda name: _changes(net, algorithm, name) and algorithm.shared(name))
+
+
+def at_home(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
+    """What stays with a client of its model: all that changes and is not shared."""
+    return pick(tree, lambda name: _changes(net, algorithm, name) and not algorithm.shared(name))
 
 
 def leave(
@@ -260,10 +268,8 @@ def _moving(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
     return lambda name: name in net.moving and not algorithm.frozen(name)
 
 
-def at_home(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
-    """What stays with a client of its model: all that changes and is not shared."""
-    trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
-    return pick(tree, lambda name: (trainable(name) or moves(name)) and not algorithm.shared(name))
+def _changes(net: Network, algorithm: Algorithm, name: str) -> bool:
+    return (name in net.learnable or name in net.moving) and not algorithm.frozen(name)
 
 
 # ---------------------------------------------------------------------------------------------- all clients of a round
@@ -300,7 +306,7 @@ def sequential(
         with _noise(todo.noise, params):
             for t in range(count):
                 with _noted(f"client {id}, step {t + 1} of {count}"):
-                    batch = _batch(data, params, todo.rows[t], _at(todo.crops, t))
+                    batch = batch_of(data, _like(params).dtype, todo.rows[t], _at(todo.crops, t))
                     local = step(local, batch, context, _number(params, t / count), sgd)
         upload, client = leave(net, algorithm, sgd, local, context, _number(params, size))
         total = sum.add(total, [id], stack([upload]))
@@ -340,7 +346,8 @@ def batched(
             shares = torch.tensor(counts[: last + 1], dtype=_like(params).dtype, device=_like(params).device)
             while t < counts[last]:
                 with _noted(f"clients {ids[: last + 1]}, step {t + 1}"):
-                    batch = _batch(data, params, todo.rows[: last + 1, t], _at(todo.crops, (slice(last + 1), t)))
+                    crops = _at(todo.crops, (slice(last + 1), t))
+                    batch = batch_of(data, _like(params).dtype, todo.rows[: last + 1, t], crops)
                     local = step(local, batch, context, t / shares, sgd)
                 t += 1
             done, given = _rows(local, context, last)
@@ -368,9 +375,9 @@ def _padded(plans: Sequence[Plan]) -> Plan:
     return Plan(pad([todo.rows for todo in plans]), stacked, plans[0].noise)
 
 
-def _batch(data: Dataset, params: Tree, rows: Tensor, crops: Crops | None) -> Batch:
-    """Examples gathered, augmented and normalised in the parameters' precision, for one client or for several."""
-    return Batch(normalise(gather(data.x, rows, crops), data.mean, data.std, _like(params).dtype), data.y[rows])
+def batch_of(data: Dataset, dtype: torch.dtype, rows: Tensor, crops: Crops | None) -> Batch:
+    """Examples gathered, augmented and normalised in a precision, for one client or for several."""
+    return Batch(normalise(gather(data.x, rows, crops), data.mean, data.std, dtype), data.y[rows])
 
 
 def _at(crops: Crops | None, index: int | tuple[slice, int]) -> Crops | None:

@@ -2,7 +2,8 @@
 
 A lane trains one client. When that client's steps are done, its upload goes into its run's sum and the lane takes the
 next client that waits, of whatever run. So a straggler with half of the data leaves no lane idle, shapes never change
-(one compiled step, one CUDA graph for each number of lanes on a ladder), and memory depends on the lanes alone.
+(one compiled step, one CUDA graph for each number of lanes on a ladder), and training takes the memory of the lanes,
+however many clients there are; what clients keep between rounds is still held on the device too.
 `unskew.timetable` says which client is on which lane when.
 
     Rows            trees of all lanes as rows of one tensor
@@ -28,10 +29,10 @@ from torch import Tensor
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from unskew.data import Crops, Dataset, gather, normalise
-from unskew.engine import Local, Outcome, begin, leave, local_step, network, settle
+from unskew.data import Crops, Dataset
+from unskew.engine import Local, Outcome, batch_of, begin, leave, local_step, network, settle
 from unskew.errors import UsageError, lookup
-from unskew.exchange import Batch, Client, Context
+from unskew.exchange import Client, Context
 from unskew.kernels import fused
 from unskew.models import Split
 from unskew.optim import SGD
@@ -83,9 +84,7 @@ def lane_step(run: Training, forms: dict[str, Rows], crops: bool, autocast: bool
     """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it."""
     net = run.net
     if run.federation.data.y.is_cuda and autocast:  # in float32 cuDNN's grouped convolutions are faster
-        net = network(cast(Split, fused(run.model)))
-        for module in net.modes.values():
-            module.to(run.federation.data.y.device)
+        net = network(cast(Split, fused(run.model)), run.federation.data.y.device)
     step = local_step(net, run.algorithm)
     axes = Context(*(0 if forms[name].places else None for name in Context._fields))  # type: ignore[arg-type]
     stepped = vmap(step, in_dims=(0, 0, axes, 0, 0), randomness="different")
@@ -95,13 +94,13 @@ def lane_step(run: Training, forms: dict[str, Rows], crops: bool, autocast: bool
         place = torch.arange(len(position), device=position.device), position
         rows = lanes["rows"][place].long()  # (K, B)
         cropped = Crops(lanes["shift"][place], lanes["flip"][place]) if crops else None
-        x = normalise(gather(data.x, rows, cropped), data.mean, data.std, lanes["model"].dtype)
+        batch = batch_of(data, lanes["model"].dtype, rows, cropped)
         trees = {name: forms[name].trees(lanes[name]) for name in forms}
         local = Local(trees["model"], trees["velocity"], trees["steps"], lanes["loss"])
         context = Context(*(trees[name] for name in Context._fields))
         sgd = SGD(lanes["lr"], lanes["momentum"], lanes["weight_decay"])  # type: ignore[arg-type]  # one a lane
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-            after = stepped(local, Batch(x, data.y[rows]), context, position / lanes["count"], sgd)
+        with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=autocast):
+            after = stepped(local, batch, context, position / lanes["count"], sgd)
         for old, new in zip(local[:3], after[:3], strict=True):
             for name, value in new.items():
                 if value is not old[name]:
@@ -129,7 +128,7 @@ def check_shareable(runs: Sequence[Training]) -> None:
 
 def program(run: Training) -> tuple[object, ...]:
     """What a local step is made of: runs of equal programs can share lanes."""
-    method, shapes = run.algorithm, tuple((name, value.shape, value.dtype) for name, value in run.tree.items())
+    method, shapes = run.algorithm, tuple((name, value.shape, value.dtype) for name, value in run.net.tree.items())
     functions = (method.criterion, method.penalty, method.correct, method.frozen, method.trained, method.shared)
     return (*functions, tuple(method.numbers), shapes, run.net.learnable, run.net.moving, str(run.model))
 
@@ -141,7 +140,7 @@ class Lanes:
         self, runs: Sequence[Training], ladder: Sequence[int], longest: int, autocast: bool, compile: bool
     ) -> None:
         run, count = runs[0], max(ladder)
-        net, algorithm, tree = run.net, run.algorithm, run.tree
+        net, algorithm, tree = run.net, run.algorithm, run.net.tree
         start = run.start()
         local = begin(net, algorithm, tree)
         client = run.visitor(start, 0)
@@ -262,7 +261,7 @@ def train_on_lanes(
     last = [before or run.start() for run, before in zip(runs, resume or [None] * len(runs), strict=True)]
     numbers = [range(before.number + 1, run.rounds + 1) for run, before in zip(runs, last, strict=True)]
     cohorts = [[run.ids(number) for number in left] for run, left in zip(runs, numbers, strict=True)]
-    work = [[[_steps(run, id) for id in ids] for ids in rounds] for run, rounds in zip(runs, cohorts, strict=True)]
+    work = [[[run.count(id) for id in ids] for ids in rounds] for run, rounds in zip(runs, cohorts, strict=True)]
     if not any(work):
         return
     cuda = runs[0].federation.data.y.device.type == "cuda"
@@ -273,7 +272,7 @@ def train_on_lanes(
         made = Lanes(runs, ladder, longest, autocast, cuda if compile is None else compile)
     if usage is not None:
         usage.began = time.perf_counter()
-    servers = Rows(runs[0].tree, len(runs))
+    servers = Rows(runs[0].net.tree, len(runs))
     for place, before in enumerate(last):
         servers.write(place, before.params)
     began = [time.perf_counter()] * len(runs)
@@ -341,8 +340,3 @@ def _planned(run: Training, number: int, id: int, pinned: bool) -> Tree:
     todo = run.plan(number, id, on_host=True)
     parts: Tree = {"rows": todo.rows.to(torch.int32), **(todo.crops._asdict() if todo.crops else {})}
     return each(Tensor.pin_memory, parts) if pinned else parts
-
-
-def _steps(run: Training, id: int) -> int:
-    """How many steps a client takes in a round."""
-    return run.epochs * -(-run.federation.sizes[id] // run.batch) if run.steps is None else run.steps

@@ -143,7 +143,7 @@ def method(spec: str, population: int = 10) -> Method:
     chosen = [_chosen(part, population) for part in parts_of(spec)]
     _check(spec, chosen)
     algorithm, variants = fedavg(), []
-    for name, piece, options in sorted(chosen, key=_place):
+    for _, name, piece, options in sorted(chosen, key=_place):
         if piece.algorithm:
             around = {"base": algorithm} if _modifies(piece) else {}
             algorithm = called("method", name, piece.algorithm, **_for(piece.algorithm, options), **around)
@@ -164,7 +164,7 @@ def method(spec: str, population: int = 10) -> Method:
 def skeleton(spec: str, model: Split) -> Split:
     """The variant of a model that a method trains, with any values: what stored weights are loaded into."""
     named = [part for part in parts_of(spec) if ".py:" not in part]
-    for _, piece, given in sorted((_chosen(part, 1) for part in named), key=_place):
+    for _, _, piece, given in sorted((_chosen(part, 1) for part in named), key=_place):
         if piece.variant:
             options = {**piece.options, **given}
             if options.get("rows", "own") != "own":
@@ -174,6 +174,7 @@ def skeleton(spec: str, model: Split) -> Split:
 
 
 class _Chosen(NamedTuple):
+    spec: str
     name: str
     piece: Piece
     options: dict[str, Any]
@@ -208,7 +209,7 @@ def _chosen(spec: str, population: int) -> _Chosen:
     else:
         piece = lookup("method", name, pieces)
     given = {"population": population} if "population" in piece.options else {}
-    return _Chosen(name, piece, {**given, **converted(spec, options, piece.options)})
+    return _Chosen(spec, name, piece, {**given, **converted(spec, options, piece.options)})
 
 
 def parts_of(spec: str) -> list[str]:
@@ -245,21 +246,20 @@ def _for(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in options.items() if name in defaults_of(function)}
 
 
-def _taken_apart(specs: list[str]) -> str:
-    """What remains of a spec with on_sphere when that is taken apart and the rest has its way."""
-    rest = [part for part in specs if parse(part)[0] != "on_sphere"]
-    settled = {key: value for part in rest for key, value in _chosen(part, 1).piece.settles.items()}
-    parts = [
-        part
-        for part in ("unit_features", "frozen_head:rows=qr", "mse")
-        if not settled.keys() & pieces[parse(part)[0]].settles.keys()
-    ]
-    return f", or take on_sphere apart: {'+'.join(rest + parts)}" if len(rest) < len(specs) and len(parts) < 3 else ""
+def _taken_apart(chosen: list[_Chosen]) -> str:
+    """What remains of a method with on_sphere when that is taken apart and the rest has its way."""
+    rest = [part for part in chosen if part.name != "on_sphere"]
+    settled = {question for part in rest for question in part.piece.settles}
+    sphere = {"unit_features": "unit_features", "frozen_head": "frozen_head:rows=qr", "mse": "mse"}
+    left = [spec for name, spec in sphere.items() if not settled & pieces[name].settles.keys()]
+    if len(rest) == len(chosen) or len(left) == len(sphere):
+        return ""
+    return f", or take on_sphere apart: {'+'.join([*(part.spec for part in rest), *left])}"
 
 
 def _check(spec: str, chosen: list[_Chosen]) -> None:
     """Refuse pieces that do not combine, and say what would work instead."""
-    specs = parts_of(spec)
+    specs = [part.spec for part in chosen]
     for (a, one), (b, other) in itertools.combinations(enumerate(chosen), 2):
         working = " or ".join(dict.fromkeys("+".join([*specs[:out], *specs[out + 1 :]]) for out in (b, a)))
         if one.name == other.name:
@@ -269,5 +269,5 @@ def _check(spec: str, chosen: list[_Chosen]) -> None:
             if differs != answer:
                 raise UsageError(
                     f"method is {spec!r}, but {one.name} and {other.name} do not combine: both settle {question} "
-                    f"({answer}, {differs}); try {working}{_taken_apart(specs)}"
+                    f"({answer}, {differs}); try {working}{_taken_apart(chosen)}"
                 )

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from unskew.errors import UsageError, lookup
+from unskew.seeds import seeded
 
 # -------- The cut --------
 
@@ -491,7 +492,5 @@ def build(
     if generator is None:
         return factory(classes, channels, size=size, **chosen)
     seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would seed every accelerator too.
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         return factory(classes, channels, size=size, **chosen)

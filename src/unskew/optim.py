@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unskew.errors import POSITIVE, UsageError, check_number
+from unskew.errors import DECAY, POSITIVE, UsageError, check_number
 from unskew.tree import Tree, add, each, prefix, scale, under, zeros
 
 
@@ -42,7 +42,7 @@ def momentum(beta: float, lr: float = 1.0) -> ServerOptimiser:
 
     With beta = 0 and lr = 1 it is plain averaging.
     """
-    _decay("beta", beta)
+    check_number("beta", beta, DECAY)
     check_number("lr", lr, POSITIVE)
 
     def update(delta: Tree, state: Tree) -> tuple[Tree, Tree]:
@@ -63,7 +63,7 @@ def adam(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3)
     Reddi et al. 2021, Algorithm 2, where `eps` is tau and v starts at tau^2. As there, and unlike torch's Adam, nothing
     is corrected for the start, so the first steps are smaller.
     """
-    _decay("b2", b2)
+    check_number("b2", b2, DECAY)
     return _adaptive(lr, b1, eps, lambda v, d: b2 * v + (1 - b2) * d * d)
 
 
@@ -71,13 +71,13 @@ def yogi(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3)
     r"""FedYogi: v <- v - (1 - b2) delta^2 sign(v - delta^2) (Reddi et al. 2021, Algorithm 2; see `adam` for the
     rest).
     """
-    _decay("b2", b2)
+    check_number("b2", b2, DECAY)
     return _adaptive(lr, b1, eps, lambda v, d: v - (1 - b2) * d * d * (v - d * d).sign())
 
 
 def _adaptive(lr: float, b1: float, eps: float, second: Callable[[Tensor, Tensor], Tensor]) -> ServerOptimiser:
     """The frame of the three: they differ in their second moment alone."""
-    _decay("b1", b1)
+    check_number("b1", b1, DECAY)
     if not lr > 0 or not eps > 0:
         raise UsageError(f"lr and eps must be above 0; they are {lr} and {eps}")
 
@@ -90,11 +90,6 @@ def _adaptive(lr: float, b1: float, eps: float, second: Callable[[Tensor, Tensor
         return each(lambda m, v: lr * m / (v.sqrt() + eps), m, v), {**prefix("m", m), **prefix("v", v)}
 
     return ServerOptimiser(init, update)
-
-
-def _decay(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise UsageError(f"{name} is {value}: it must lie in [0, 1)")
 
 
 Schedule = Callable[[int, int], float]  # round (from 1), rounds -> factor on the learning rate

@@ -7,7 +7,9 @@ batches. Nothing here or elsewhere touches the global generators.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -22,6 +24,14 @@ def derive(seed: int, *purpose: str | int) -> int:
 def generator(seed: int, *purpose: str | int) -> torch.Generator:
     """A torch generator on the CPU for one purpose."""
     return torch.Generator().manual_seed(derive(seed, *purpose))
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let torch's global generator of the CPU, which layers draw their first weights from, begin here meanwhile."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which would seed every accelerator too
+        yield
 
 
 def rng(seed: int, *purpose: str | int) -> np.random.Generator:

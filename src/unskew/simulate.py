@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.algorithms import Algorithm
-from unskew.data import Dataset, normalise
+from unskew.data import normalise
 from unskew.engine import (
     Cohort,
     Engine,
@@ -33,6 +33,7 @@ from unskew.engine import (
     network,
     plan,
     seen,
+    step_count,
 )
 from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, SHARE, UsageError, check_number, expect
 from unskew.evaluate import batches, check_width
@@ -89,8 +90,7 @@ class Training:
     seed: int = 0
     sum: Sum = field(default_factory=plain_sum)
     recalibrate: tuple[Calibrator, int] | None = None
-    net: Network = field(init=False, repr=False)
-    tree: Tree = field(init=False, repr=False)  # the first model, on the data's device
+    net: Network = field(init=False, repr=False)  # on the data's device
 
     def __post_init__(self) -> None:
         expect("model", self.model, Split, "cut it first: split(module, example)")
@@ -101,15 +101,8 @@ class Training:
         check_callable("schedule", self.schedule)
         _check(self)
         check_batch(self.batch, len(self.federation.data.y))
-        net, device = network(self.model), self.federation.data.y.device
-        for module in net.modes.values():
-            module.to(device)
-        object.__setattr__(self, "net", net)
-        object.__setattr__(self, "tree", {name: value.to(device) for name, value in net.tree.items()})
-        check_fit(self.model, net, self.tree, self.federation.data, self.algorithm, self.recalibrate)
-        if self.recalibrate and self.recalibrate[1] > self.rounds:
-            every = self.recalibrate[1]
-            raise UsageError(f"recalibrate is every {every} rounds, but there are {self.rounds}: it would never happen")
+        object.__setattr__(self, "net", network(self.model, self.federation.data.y.device))
+        _check_fit(self)
 
     @functools.cached_property
     def hosted(self) -> list[Tensor]:
@@ -118,8 +111,8 @@ class Training:
 
     def start(self) -> Round:
         """Before the first round."""
-        state = self.algorithm.init(seen(self.net, self.algorithm, self.tree))
-        return Round(0, self.tree, state, {}, (), math.nan, math.nan, 0.0)
+        state = self.algorithm.init(seen(self.net, self.algorithm, self.net.tree))
+        return Round(0, self.net.tree, state, {}, (), math.nan, math.nan, 0.0)
 
     def ids(self, number: int) -> list[int]:
         """Who trains in a round."""
@@ -128,6 +121,10 @@ class Training:
     def sgd(self, number: int) -> SGD:
         """How they do."""
         return SGD(self.lr * self.schedule(number, self.rounds), self.momentum, self.weight_decay)
+
+    def count(self, id: int) -> int:
+        """How many steps a client takes in a round."""
+        return step_count(self.federation.sizes[id], self.batch, self.epochs, self.steps)
 
     def plan(self, number: int, id: int, on_host: bool = False) -> Plan:
         """What a client does in a round; `on_host` even if the data are on a GPU."""
@@ -195,17 +192,20 @@ def train(
     """
     check_callable("engine", engine)
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
-    run = Training(model, federation, algorithm, rounds, **given)
+    yield from rounds_of(Training(model, federation, algorithm, rounds, **given), engine, resume)
+
+
+def rounds_of(run: Training, engine: Engine, resume: Round | None = None) -> Iterator[Round]:
+    """The rounds of a training, by an engine that takes one after the other."""
     last = resume or run.start()
     while last.number < run.rounds:
         began, number = time.perf_counter(), last.number + 1
         ids = run.ids(number)
         visitors, plans = [run.visitor(last, id) for id in ids], [run.plan(number, id) for id in ids]
-        cohort = Cohort(ids, visitors, plans, [federation.sizes[id] for id in ids])
+        cohort = Cohort(ids, visitors, plans, [run.federation.sizes[id] for id in ids])
+        data, sgd = run.federation.data, run.sgd(number)
         try:
-            outcome = engine(
-                run.net, algorithm, run.sgd(number), federation.data, last.params, last.state, cohort, run.sum
-            )
+            outcome = engine(run.net, run.algorithm, sgd, data, last.params, last.state, cohort, run.sum)
         except Exception as error:
             error.add_note(f"in round {number} of {run.rounds}")
             raise
@@ -223,19 +223,13 @@ def _recalibrated(
     return {**params, **new}
 
 
-def check_fit(
-    model: Split,
-    net: Network,
-    tree: Tree,
-    data: Dataset,
-    algorithm: Algorithm,
-    recalibrate: tuple[Calibrator, int] | None,
-) -> None:
+def _check_fit(run: Training) -> None:
     """Refuse a model, a method and a recalibration that do not fit the data or each other: two examples are tried."""
-    output = net(tree, normalise(data.x[:2], data.mean, data.std, next(iter(tree.values())).dtype))
+    model, net, data, algorithm, recalibrate = run.model, run.net, run.federation.data, run.algorithm, run.recalibrate
+    output = net(net.tree, normalise(data.x[:2], data.mean, data.std, next(iter(net.tree.values())).dtype))
     check_width(output.logits, data.classes)
     algorithm.fits(model, output)
-    if not seen(net, algorithm, tree):
+    if not seen(net, algorithm, net.tree):
         raise UsageError("the method shares no tensor that learns: clients would learn nothing from each other")
     if not recalibrate:
         return
@@ -250,10 +244,12 @@ def check_fit(
             f"recalibrating by {calibrator.name} would change the classifier's form (a transform, clsnorm, dropout "
             "before it), and training can't go on with that: leave that out, or calibrate after training"
         )
-    if at_home(net, algorithm, tree):
+    if at_home(net, algorithm, net.tree):
         raise UsageError(
             "recalibration makes one classifier for all, but this method keeps parts of the model at home: leave it out"
         )
+    if every > run.rounds:
+        raise UsageError(f"recalibrate is every {every} rounds, but there are {run.rounds}: it would never happen")
 
 
 def collect_all(model: Split, federation: Federation, calibrator: Calibrator) -> FeatureStats:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import runpy
 import traceback
 from collections.abc import Callable, Mapping
@@ -44,6 +45,15 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
         else:
             raise UsageError(f"{spec!r}: {piece!r} is not of the form option=value")
     return name, options
+
+
+def without_folders(spec: str) -> str:
+    """A spec, its files by their names alone.
+
+    >>> without_folders("fednova+/home/me/mine.py:clipped+mse")
+    'fednova+mine.py:clipped+mse'
+    """
+    return re.sub(r"[^+:]*/", "", spec)
 
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:

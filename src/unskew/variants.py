@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.models import Split, linear, linear_of
+from unskew.seeds import seeded
 from unskew.transforms import Transform
 
 log = logging.getLogger(__name__)
@@ -94,8 +95,7 @@ def projection(model: Split, width: int = 256, generator: torch.Generator | None
     check_number("width", width, COUNT)
     old = linear(model.classifier)
     seed = int(torch.randint(2**63 - 1, (), generator=generator or torch.Generator().manual_seed(0)))
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         inner, outer = nn.Linear(old.in_features, old.in_features), nn.Linear(old.in_features, width)
         classifier = nn.Linear(width, old.out_features, bias=old.bias is not None)
     features = nn.Sequential(copy.deepcopy(model.features), inner, nn.ReLU(), outer)

@@ -23,7 +23,7 @@ from unskew.methods import Method, method
 from unskew.models import Split, build, split
 from unskew.partition import Federation, federate, partitions
 from unskew.personal import Way, ways
-from unskew.seeds import generator
+from unskew.seeds import generator, seeded
 from unskew.specs import called, converted, defaults_of, made, own, parse
 from unskew.transforms import Transform
 
@@ -142,8 +142,7 @@ def own_model(spec: str, draw: torch.Generator, example: Tensor, classes: int, c
 
     def build_and_cut() -> Split:
         taken = {key: value for key, value in offered.items() if key in inspect.signature(function).parameters}
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(draw.initial_seed())
+        with seeded(draw.initial_seed()):
             module = function(**taken)
         if not isinstance(module, nn.Module):
             raise UsageError(f"model is {spec!r}: it returned {type(module).__name__}, not an nn.Module")

@@ -26,9 +26,9 @@ import torch
 from unskew import __version__
 from unskew.algorithms import Algorithm
 from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
-from unskew.data import Dataset, draw_crops, gather
+from unskew.data import draw_crops, gather
 from unskew.download import Progress
-from unskew.engine import at_home, engines, installed, network
+from unskew.engine import at_home, engines, installed
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
@@ -52,7 +52,7 @@ from unskew.partition import Federation, table
 from unskew.personal import Way, own as own_models, personal_models, score_personal
 from unskew.results import Record, appended, digest, rewrite, seal
 from unskew.seeds import generator
-from unskew.simulate import Round, Training, check_batch, check_fit, collect_all, train
+from unskew.simulate import Round, Training, collect_all, rounds_of
 from unskew.specs import parse
 
 
@@ -69,37 +69,30 @@ def run(
     if records and records[-1]["kind"] == "end":
         yield from records
         return
-    makers, ways, recalibrate = calibrators_of(experiment), ways_of(experiment), recalibration_of(experiment)
-    method, schedule = method_of(experiment), lookup("schedule", experiment.schedule, schedules)()
-    algorithm = method.algorithm
+    makers, ways, method = calibrators_of(experiment), ways_of(experiment), method_of(experiment)
+    given = {"schedule": lookup("schedule", experiment.schedule, schedules)(),
+             "recalibrate": recalibration_of(experiment)}  # fmt: skip
     data = data_of(experiment, progress)
     experiment, model = settled(experiment, data, method)
     federation = federation_of(experiment, data.to(experiment.device))
     data = federation.data
-    local = _try(experiment, model, data, algorithm, recalibrate, bool(makers), [parse(spec)[0] for spec in ways])
+    training = _training(experiment, model, federation, method.algorithm, given)
+    local = bool(at_home(training.net, method.algorithm, training.net.tree))
+    _refuse(experiment, local, bool(makers), [parse(spec)[0] for spec in ways])
 
     with blaming(experiment.method):
-        start = _start(experiment, model, federation, algorithm, recalibrate)
+        start = _start(experiment, training)
     claim(experiment, out)
     history, checkpoint = out / "records.jsonl", out / "checkpoint.safetensors"
     last = load_round(checkpoint, experiment) if checkpoint.exists() else None
     records = _kept(records, last.number if last else 0, start, history) or [start]
     rewrite(history, records)
     yield from records
-    names = ("rounds", "epochs", "steps", "batch", "lr", "momentum", "weight_decay", "fraction", "augment", "seed")
-    options = {name: getattr(experiment, name) for name in names}
     with threads(experiment.threads), blaming(experiment.method):
-        rounds = _rounds(
-            experiment,
-            model,
-            federation,
-            algorithm,
-            last,
-            {**options, "schedule": schedule, "recalibrate": recalibrate},
-        )
+        rounds = _rounds(experiment, training, last)
         for last in rounds:
             evaluated = last.number % experiment.evaluate_every == 0 or last.number == experiment.rounds
-            scores = _record(_scored(model, federation, algorithm, last, local)) if evaluated else {}
+            scores = _record(_scored(training, last, local)) if evaluated else {}
             records.append(_round(last, scores))
             appended(history, records[-1])  # first: a checkpoint without its record would leave a gap
             save_round(checkpoint, last, experiment)
@@ -107,49 +100,50 @@ def run(
         assert last is not None
         trained = installed(model, last.params)
         if local:  # the server has parts that nobody trained
-            for id, own in enumerate(personal_models(model, federation, algorithm, last, own_models())):
+            for id, own in enumerate(personal_models(model, federation, method.algorithm, last, own_models())):
                 save_model(out / f"client-{id}.safetensors", own, experiment, data)
         else:
             save_model(out / "model.safetensors", trained, experiment, data)
             ways = {"none": lambda model, site: model, **ways} if ways else {}
         for record in itertools.chain(
             _calibrations(experiment, trained, federation, makers, out),
-            _personal(experiment, model, federation, algorithm, last, ways),
+            _personal(training, last, ways, local),
         ):
             records.append(record)
             yield appended(history, record)
     yield appended(history, {"kind": "end", "seconds": math.fsum(record.get("seconds", 0.0) for record in records)})
 
 
-def _rounds(
-    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, last: Round | None,
-    options: dict[str, Any],
-) -> Iterator[Round]:  # fmt: skip
-    """The rounds of a run, by its engine."""
-    if experiment.engine == "lanes":
-        alone = [Training(model, federation, algorithm, **options)]
-        return (round for _, round in train_on_lanes(alone, resume=[last], precision=experiment.precision))
-    return train(model, federation, algorithm, engine=engines[experiment.engine], resume=last, **options)
-
-
-def _try(
-    experiment: Experiment, model: Split, data: Dataset, algorithm: Algorithm,
-    recalibrate: tuple[Calibrator, int] | None, calibrated: bool, ways: list[str],
-) -> bool:  # fmt: skip
-    """Refuse what does not fit together before anything is written; say whether clients keep parts of the model."""
-    check_batch(experiment.batch, len(data.y))
-    net, name = network(model), experiment.method
+def _training(
+    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, given: dict[str, Any]
+) -> Training:
+    """The training of an experiment; refuse a network or crops that do not fit the data."""
+    names = ("rounds", "epochs", "steps", "batch", "lr", "momentum", "weight_decay", "fraction", "augment", "seed")
+    options = {name: getattr(experiment, name) for name in names}
+    x = federation.data.x
     try:
-        check_fit(model, net, net.tree, data, algorithm, recalibrate)
+        training = Training(model, federation, algorithm, **options, **given)
     except RuntimeError as error:
-        shape = " x ".join(map(str, data.x.shape[1:]))
+        shape = " x ".join(map(str, x.shape[1:]))
         raise UsageError(
             f"the network {experiment.model!r} can't take examples of {shape} ({str(error).splitlines()[0]}): "
             "choose another --model, or make the images square"
         ) from None
     if experiment.augment:
-        gather(data.x[:1].cpu(), torch.zeros(1, dtype=torch.int64), draw_crops((1,), torch.Generator()))
-    local = bool(at_home(net, algorithm, net.tree))
+        gather(x[:1].cpu(), torch.zeros(1, dtype=torch.int64), draw_crops((1,), torch.Generator()))
+    return training
+
+
+def _rounds(experiment: Experiment, training: Training, last: Round | None) -> Iterator[Round]:
+    """The rounds of a run, by its engine."""
+    if experiment.engine == "lanes":
+        return (round for _, round in train_on_lanes([training], resume=[last], precision=experiment.precision))
+    return rounds_of(training, engines[experiment.engine], last)
+
+
+def _refuse(experiment: Experiment, local: bool, calibrated: bool, ways: list[str]) -> None:
+    """Refuse an evaluation that does not fit a method, given whether clients keep parts of its model."""
+    name = experiment.method
     if ways and experiment.central:
         raise UsageError("personal models need clients: leave out --central or --personal")
     if local and not ways:
@@ -166,7 +160,6 @@ def _try(
             f"--personal own, but {name} has no local part: every client's own model would be the same one. Let them "
             "fine-tune it (--personal head, all or ffc), or train with lg_fedavg or fedrep"
         )
-    return local
 
 
 @contextlib.contextmanager
@@ -204,17 +197,16 @@ def threads(count: int) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _start(
-    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm,
-    recalibrate: tuple[Calibrator, int] | None,
-) -> Record:  # fmt: skip
+def _start(experiment: Experiment, training: Training) -> Record:
     """What was run, on what, and the bytes that a client receives and sends."""
-    sent = traffic(model, algorithm)
+    model, federation = training.model, training.federation
+    sent = traffic(model, training.algorithm)
     (down, up), (down_in_papers, up_in_papers) = sent.bytes(), sent.in_papers()
     again = {}
-    if recalibrate:
-        pair = recalibration_bytes(model, recalibrate[0])
-        again = {"recalibration": {"every": recalibrate[1], "down": pair[0], "up": pair[1]}}
+    if training.recalibrate:
+        calibrator, every = training.recalibrate
+        pair = recalibration_bytes(model, calibrator)
+        again = {"recalibration": {"every": every, "down": pair[0], "up": pair[1]}}
     data, cuda = federation.data, experiment.device.startswith("cuda")
     return {
         "kind": "start",
@@ -256,12 +248,13 @@ def _kept(records: list[Record], reached: int, start: Record, history: Path) -> 
     return kept
 
 
-def _scored(model: Split, federation: Federation, algorithm: Algorithm, last: Round, local: bool) -> Scores:
+def _scored(training: Training, last: Round, local: bool) -> Scores:
     """How the model does on the test data; where clients keep parts of it, theirs on what they hold out."""
+    model, federation = training.model, training.federation
     data = federation.data
     if not local:
         return score(installed(model, last.params), batches(data, test=True), data.classes)
-    own = personal_models(model, federation, algorithm, last, own_models())
+    own = personal_models(model, federation, training.algorithm, last, own_models())
     return functools.reduce(operator.add, score_personal(own, federation).scores)
 
 
@@ -303,16 +296,13 @@ def _calibrations(
                "bytes_in_papers": in_papers, "seconds": seconds, "file": file}  # fmt: skip
 
 
-def _personal(
-    experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, last: Round,
-    ways: dict[str, Way],
-) -> Iterator[Record]:  # fmt: skip
+def _personal(training: Training, last: Round, ways: dict[str, Way], local: bool) -> Iterator[Record]:
     """Make personal models in each way, and score each on what its client holds out."""
-    local = bool(at_home(network(model), algorithm, last.params))
+    federation = training.federation
     absent = len(federation.clients) - len(last.clients) if local else 0
     for spec, way in ways.items():
         began = time.perf_counter()
-        models = personal_models(model, federation, algorithm, last, way, experiment.seed)
+        models = personal_models(training.model, federation, training.algorithm, last, way, training.seed)
         result = score_personal(models, federation)
         yield {"kind": "personal", "name": spec, "mean": result.mean, "deviation": result.deviation,
                "accuracies": result.by_client, "held_out": [len(rows) for rows in federation.tests],
