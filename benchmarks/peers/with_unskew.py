@@ -1,0 +1,55 @@
+"""The benchmark by Unskew, with an engine of the name that is given."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from definition import Benchmark, Clock, Images, answer, network
+from torch import nn
+
+import unskew
+from unskew import Split, fedavg
+from unskew.data import dataset
+from unskew.engine import engines, installed
+from unskew.evaluate import batches, score
+from unskew.lanes import train_on_lanes
+from unskew.partition import Federation
+from unskew.simulate import Round, Training, rounds_of
+
+
+def rounds(run: Training, engine: str, lanes: int | None, precision: str) -> Iterator[Round]:
+    """The rounds of a training by an engine, or on lanes."""
+    if engine == "lanes":
+        return (round for _, round in train_on_lanes([run], lanes=lanes, precision=precision))
+    if engine == "workers":
+        from unskew.workers import Workers
+
+        return rounds_of(run, Workers())
+    return rounds_of(run, engines[engine])
+
+
+def measure(benchmark: Benchmark, images: Images, given: argparse.Namespace) -> tuple[Clock, nn.Module, str]:
+    """Train by Unskew."""
+    data = dataset("images", *images, [str(label) for label in range(10)]).to(benchmark.device)
+    users = torch.arange(benchmark.users * benchmark.images, device=benchmark.device).split(benchmark.images)
+    net = network(benchmark)
+    model = Split(net[:-1], net[-1]).to(benchmark.device)
+    run = Training(
+        model, Federation(data, users), fedavg(), rounds=benchmark.rounds + 1, batch=benchmark.batch, lr=benchmark.lr,
+        momentum=0.0, weight_decay=0.0, fraction=benchmark.cohort / benchmark.users,
+    )  # fmt: skip
+    clock = Clock(benchmark)
+    for round in rounds(run, given.engine, int(given.lanes) if given.lanes else None, benchmark.precision):
+        if clock.due(round.number - 1):
+            tests = batches(data, test=True, size=benchmark.evaluation_batch)
+            score(installed(model, round.params), tests, data.classes)
+        clock.end(round.number - 1)
+    trained = installed(model, round.params)
+    versions = f"unskew {unskew.__version__}, torch {torch.__version__}"
+    return clock, nn.Sequential(*trained.features, trained.classifier), versions
+
+
+if __name__ == "__main__":
+    answer(measure, "--engine", "--lanes")
