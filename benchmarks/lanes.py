@@ -10,6 +10,7 @@ random unless --data names a folder with cifar10.npz.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch
 
 from unskew.algorithms import fedavg, fedprox, moon, scaffold
 from unskew.data import Dataset, dataset, gather, normalise
-from unskew.lanes import Lanes, precise, train_on_lanes
+from unskew.dispatch import train_on_lanes
+from unskew.lanes import Lanes, precise
 from unskew.models import build
 from unskew.partition import dirichlet, federate
 from unskew.simulate import Training
@@ -84,6 +86,7 @@ def main() -> None:
     parser.add_argument("command", choices=("steps", "train"))
     parser.add_argument("--lanes", default="", help="numbers of lanes; train chooses if none is given")
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--form", default="fused", help="convolutions in steps: grouped, fused")
     parser.add_argument("--method", default="fedavg", choices=METHODS)
     parser.add_argument("--model", default="cnn")
     parser.add_argument("--classes", type=int, default=10)
@@ -117,18 +120,20 @@ def main() -> None:
             loop = plain_loop(runs[0], given.model, given.loop_steps, autocast)
         print(f"{precision}: plain loop {loop:.0f} client-steps/s", flush=True)
         if given.command == "steps":
-            for count in map(int, given.lanes.split(",")):
+            for form, count in itertools.product(given.form.split(","), map(int, given.lanes.split(","))):
                 began = time.perf_counter()
                 with precise(precision):
-                    lanes = Lanes(runs[:1], [count], 20, autocast, compile=device.type == "cuda")
+                    lanes = Lanes(
+                        runs[0], [count], 20, autocast=autocast, compile=device.type == "cuda", fuse=form == "fused"
+                    )
                 synchronise(device)
                 ready, began = time.perf_counter() - began, time.perf_counter()
                 for _ in range(given.repeat):
                     lanes.steps[count]()
                 synchronise(device)
                 seconds = (time.perf_counter() - began) / given.repeat
-                print(f"  {count:4d} lanes: {1e3 * seconds:7.3f} ms a step, {count / seconds:8.0f} lane-steps/s, "
-                      f"{count / seconds / loop:6.1f}x, ready in {ready:.0f} s", flush=True)  # fmt: skip
+                print(f"  {count:4d} lanes, {form}: {1e3 * seconds:7.3f} ms a step, {count / seconds:8.0f} "
+                      f"lane-steps/s, {count / seconds / loop:6.1f}x, ready in {ready:.0f} s", flush=True)  # fmt: skip
                 if given.profile:
                     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                         for _ in range(10):
@@ -137,11 +142,6 @@ def main() -> None:
                     for event in sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)[:22]:
                         spent = event.self_device_time_total / 10
                         print(f"      {spent:8.1f} us {event.count // 10:4d} x {event.key[:90]}")
-                    if autocast and device.type == "cuda":
-                        from unskew import kernels_triton
-
-                        for kernel in (kernels_triton._forward, kernels_triton._weights, kernels_triton._inputs):
-                            print("      chosen:", *{str(chosen) for chosen in kernel.cache.values()}, sep="\n        ")
                 del lanes
         else:
             count = int(given.lanes) if given.lanes else None

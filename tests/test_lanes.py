@@ -11,9 +11,9 @@ from conftest import toy_data, toy_model
 from methods import METHODS, PRODUCT, model_for
 from test_equivalence import gap
 from unskew.algorithms import fedavg, fedavgm, fednova, fedprox, keep_local, moon, scaffold
+from unskew.dispatch import check_shareable, program, train_on_lanes
 from unskew.engine import sequential
 from unskew.errors import UsageError
-from unskew.lanes import check_shareable, program, train_on_lanes
 from unskew.models import body
 from unskew.optim import cosine
 from unskew.partition import Federation

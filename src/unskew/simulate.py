@@ -45,7 +45,7 @@ from unskew.partition import Federation
 from unskew.seeds import generator
 from unskew.statistics import FeatureStats, collect
 from unskew.sums import Sum, plain_sum
-from unskew.tree import Tree
+from unskew.tree import Tree, each
 
 
 class Round(NamedTuple):
@@ -63,6 +63,8 @@ class Round(NamedTuple):
 
 class Diverged(ArithmeticError):
     """Training left the numbers."""
+
+    runs: Sequence[int] = (0,)  # which, of those that were trained together
 
 
 @dataclass(frozen=True)
@@ -136,25 +138,43 @@ class Training:
 
     def visitor(self, last: Round, id: int) -> Client:
         """What a client brings to the round after the last one."""
-        return last.clients[id] if id in last.clients else enter(self.net, self.algorithm, last.params)
+        if id not in last.clients:
+            return enter(self.net, self.algorithm, last.params)
+        device = self.federation.data.y.device  # what clients keep may lie elsewhere
+        return Client(*(each(lambda value: value.to(device), part) for part in last.clients[id]))
 
     def after(self, last: Round, ids: Sequence[int], outcome: Outcome, began: float) -> Round:
         """The round that follows, of which this is the outcome. Raises `Diverged` where that is no number any more."""
-        number, params, sgd = last.number + 1, outcome.params, self.sgd(last.number + 1)
-        sizes = [self.federation.sizes[id] for id in ids]
-        kept = {id: client for id, client in zip(ids, outcome.clients, strict=True) if any(client)}
-        loss = math.fsum(n * value for n, value in zip(sizes, outcome.losses, strict=True)) / math.fsum(sizes)
-        if not math.isfinite(loss) or not all(torch.isfinite(value).all() for value in params.values()):
-            worst = max(zip(ids, outcome.losses, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
+        kept = dict(zip(ids, outcome.clients, strict=True))
+        finite = all(torch.isfinite(value).all() for value in outcome.params.values())
+        return self.judged(self.next(last, ids, outcome.params, outcome.state, kept), outcome.losses, finite, began)
+
+    def next(self, last: Round, ids: Sequence[int], params: Tree, state: Tree, clients: Mapping[int, Client]) -> Round:
+        """The round that follows, not judged yet."""
+        kept = {id: client for id, client in clients.items() if any(client)}
+        lr = self.sgd(last.number + 1).lr
+        return Round(last.number + 1, params, state, {**last.clients, **kept}, tuple(ids), math.nan, lr, 0.0)
+
+    def judged(self, round: Round, losses: Sequence[float], finite: bool, began: float) -> Round:
+        """The round with its loss, and recalibrated where its turn has come; refused where it diverged."""
+        sizes = [self.federation.sizes[id] for id in round.cohort]
+        loss = math.fsum(n * value for n, value in zip(sizes, losses, strict=True)) / math.fsum(sizes)
+        if not math.isfinite(loss) or not finite:
+            worst = max(zip(round.cohort, losses, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
             raise Diverged(
-                f"training diverged in round {number}: the loss of client {worst[0]} is {worst[1]}; "
-                f"lower the learning rate (it is {sgd.lr:g})"
+                f"training diverged in round {round.number}: the loss of client {worst[0]} is {worst[1]}; "
+                f"lower the learning rate (it is {round.lr:g})"
             )
-        if self.recalibrate and number % self.recalibrate[1] == 0:
-            draw = generator(self.seed, "recalibrate", number)
+        params = round.params
+        if self.recalibrated_in(round.number):
+            assert self.recalibrate is not None
+            draw = generator(self.seed, "recalibrate", round.number)
             params = _recalibrated(self.model, params, self.federation, self.recalibrate[0], draw)
-        seconds = time.perf_counter() - began
-        return Round(number, params, outcome.state, {**last.clients, **kept}, tuple(ids), loss, sgd.lr, seconds)
+        return round._replace(params=params, loss=loss, seconds=time.perf_counter() - began)
+
+    def recalibrated_in(self, number: int) -> bool:
+        """Whether a round ends with a recalibration."""
+        return self.recalibrate is not None and number % self.recalibrate[1] == 0
 
 
 class Settings(TypedDict, total=False):

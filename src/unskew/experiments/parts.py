@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from unskew.algorithms import fedavg
 from unskew.data import Dataset, load
+from unskew.dispatch import train_on_lanes
 from unskew.download import Progress
 from unskew.engine import engines
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, calibrators, check_training, oracle
-from unskew.lanes import precisions, train_on_lanes
+from unskew.lanes import precisions
 from unskew.methods import Method, method
 from unskew.models import Split, build, split
 from unskew.partition import Federation, federate, partitions

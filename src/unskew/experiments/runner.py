@@ -27,6 +27,7 @@ from unskew import __version__
 from unskew.algorithms import Algorithm
 from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.data import draw_crops, gather
+from unskew.dispatch import train_on_lanes
 from unskew.download import Progress
 from unskew.engine import at_home, engines, installed
 from unskew.errors import DataError, UnskewError, UsageError, lookup
@@ -44,7 +45,6 @@ from unskew.experiments.parts import (
     ways_of,
 )
 from unskew.heads import Calibrator, calibrate
-from unskew.lanes import train_on_lanes
 from unskew.methods import files_of
 from unskew.models import Split
 from unskew.optim import schedules
