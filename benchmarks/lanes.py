@@ -149,7 +149,7 @@ def main() -> None:
             for _ in train_on_lanes(runs, lanes=count, precision=precision, usage=usage):
                 pass
             synchronise(device)
-            ready, seconds = usage.began - began, time.perf_counter() - usage.began
+            ready, seconds = usage.began - began, usage.ended - usage.began
             work = [[[run.count(id) for id in range(len(run.federation.sizes))]] * given.rounds for run in runs]
             most = max(usage.steps)
             print(f"  {usage.useful} client-steps in {seconds:.2f} s (prepared in {ready:.0f} s), occupancy "

@@ -39,7 +39,7 @@ from unskew.simulate import Diverged, Round, Training
 from unskew.timetable import Add, Load, Move, Settle, Step, Usage, Visit, bound, choose, ladder_of, schedule
 from unskew.tree import Tree, each, pick, prefix, rows, under
 
-COSTS = {True: (0.15, 0.0075), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
+COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
 MOST = 64  # lanes, unless somebody says
 
 # ---------------------------------------------------------------------------------------------- who shares
@@ -83,13 +83,12 @@ def train_on_lanes(
     check_shareable(runs)
     last = [before or run.start() for run, before in zip(runs, resume or [None] * len(runs), strict=True)]
     usage = usage or Usage()
-    cuda, ranks = runs[0].federation.data.y.is_cuda, _ranks()[1]
+    cuda, processes = runs[0].federation.data.y.is_cuda, ranks()[1]
     _, work = _left(runs, last)
     if not any(work):
         return
-    each_rank = lanes or choose([rounds for rounds in work if rounds], COSTS[cuda], MOST * ranks, _ladder(cuda))
-    each_rank = max(1, each_rank // ranks)
-    usage.all = sum(sum(map(sum, rounds)) for rounds in work)
+    each_rank = lanes or choose([rounds for rounds in work if rounds], COSTS[cuda], MOST * processes, _ladder(cuda))
+    each_rank = max(1, each_rank // processes)
     options = {"compile": cuda if compile is None else compile,
                "fuse": cuda and precision != "float32" if fuse is None else fuse}  # fmt: skip
     while True:
@@ -120,7 +119,7 @@ def _ladder(cuda: bool) -> Callable[[int], list[int]]:
     return lambda lanes: ladder_of(lanes, by=4, most=3) if cuda else ladder_of(lanes)
 
 
-def _ranks() -> tuple[int, int]:
+def ranks() -> tuple[int, int]:
     """This process's rank and how many there are."""
     together = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
@@ -131,20 +130,20 @@ def _carried(
     usage: Usage,
 ) -> Iterator[tuple[int, Round]]:  # fmt: skip
     """Carry out all that is left with so many lanes in each process."""
-    (rank, ranks), cuda = _ranks(), runs[0].federation.data.y.is_cuda
+    (rank, processes), cuda = ranks(), runs[0].federation.data.y.is_cuda
     cohorts, work = _left(runs, last)
     ladder = _ladder(cuda)(each_rank)
     longest = max(steps for rounds in work for ids in rounds for steps in ids)
     with precise(precision) as autocast:  # a CUDA graph keeps the precision that it was captured in
         lanes = Lanes(runs[0], ladder, longest, autocast=autocast, **options)
-    usage.bound, usage.began = bound([rounds for rounds in work if rounds], each_rank * ranks), time.perf_counter()
+    usage.begin(bound([rounds for rounds in work if rounds], each_rank * processes))
     with ThreadPoolExecutor(2) as pool:
         carrier = Carrier(runs, last, cohorts, lanes, pool)
-        timetable = schedule(work, [ranks * size for size in ladder], ranks)
+        timetable = schedule(work, [processes * size for size in ladder], processes)
         for kind, operations in itertools.groupby(timetable, type):
             for_me: list[Any] = list(operations)
             if kind is not Step and kind is not Settle:
-                for_me = _mine(for_me, rank, ranks)
+                for_me = _mine(for_me, rank, processes)
             if kind is Load:
                 carrier.load(for_me)
             elif kind is Add:
@@ -154,7 +153,7 @@ def _carried(
                     case Move(source, target):
                         lanes.move(source, target)
                     case Step(size, times, _):
-                        lanes.take(size // ranks, times)
+                        lanes.take(size // processes, times)
                         usage.note(operation)
                         yield from carrier.arrived()
                     case Settle(run):
@@ -162,19 +161,20 @@ def _carried(
             if carrier.all_diverged:
                 break
         yield from carrier.arrived(wait=True)
+        usage.end()
         carrier.complain()
 
 
-def _mine(operations: list[Any], rank: int, ranks: int) -> list[Any]:
+def _mine(operations: list[Any], rank: int, processes: int) -> list[Any]:
     """The operations on this process's lanes, by their number here."""
-    if ranks == 1:
+    if processes == 1:
         return operations
     found = []
     for operation in operations:
         lane = operation.source if isinstance(operation, Move) else operation.lane
-        if lane % ranks == rank:
+        if lane % processes == rank:
             names = ("source", "target") if isinstance(operation, Move) else ("lane",)
-            found.append(operation._replace(**{name: getattr(operation, name) // ranks for name in names}))
+            found.append(operation._replace(**{name: getattr(operation, name) // processes for name in names}))
     return found
 
 
@@ -198,10 +198,8 @@ class Carrier:
     ) -> None:  # fmt: skip
         self.runs, self.cohorts, self.lanes, self.pool = runs, cohorts, lanes, pool
         self.last, self.first = list(last), [before.number + 1 for before in last]
-        self.cuda, self.ranks = lanes.device.type == "cuda", _ranks()[1]
-        like = next(iter(runs[0].net.tree.values()))
-        self.servers = Rows(runs[0].net.tree, like, len(runs))
-        self.states = Rows(pick(last[0].state, runs[0].algorithm.sent), like, len(runs))
+        self.cuda, self.processes = lanes.device.type == "cuda", ranks()[1]
+        self.servers, self.states = (lanes.forms[name].more(len(runs)) for name in ("server", "state"))
         self.kept: dict[tuple[int, int], Tensor] = {}  # what clients keep, as rows on the host
         self.finished: list[dict[int, Finished]] = [{} for _ in runs]  # by place in the cohort
         self.plans: dict[tuple[int, int, int], Future[Tree]] = {}
@@ -274,11 +272,11 @@ class Carrier:
             sizes = [training.federation.sizes[id] for id in ids]
             uploads, kept, losses = self.lanes.finish(training, [lane for lane, _ in group], sgd, sizes)
             losses = losses / losses.new_tensor([visit.steps for visit in visits])
-            if self.ranks == 1:
+            if self.processes == 1:
                 self.sums[run] = training.sum.add(self.sums[run], ids, uploads)
                 uploads = {}
             for place, visit in enumerate(visits):
-                row = self._homeward(kept[place]) if self.ranks == 1 else kept[place]
+                row = self._homeward(kept[place]) if self.processes == 1 else kept[place]
                 self.finished[run][visit.place] = Finished(rows(uploads, place), row, losses[place])
 
     def _homeward(self, value: Tensor) -> Tensor:
@@ -293,7 +291,9 @@ class Carrier:
         """The server's update; the round is judged when its loss has arrived on the host."""
         training, before, began = self.runs[run], self.last[run], self.began[run]
         ids = self.cohorts[run][before.number + 1 - self.first[run]]
-        finished = self._together(run, ids) if self.ranks > 1 else [self.finished[run][at] for at in range(len(ids))]
+        finished = (
+            self._together(run, ids) if self.processes > 1 else [self.finished[run][at] for at in range(len(ids))]
+        )
         self.finished[run] = {}
         total = training.sum.end(self.sums[run])
         params, state = settle(training.net, training.algorithm, before.params, before.state, total)
@@ -374,8 +374,8 @@ class Carrier:
     def complain(self) -> None:
         """Raise what was put off, if a run diverged."""
         if self.diverged:
-            error = next(iter(self.diverged.values()))
-            error.runs = list(self.diverged)
+            error = self.diverged[min(self.diverged)]
+            error.runs = sorted(self.diverged)
             raise error
 
 

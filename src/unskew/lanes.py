@@ -12,6 +12,7 @@ client is on which lane when; `unskew.dispatch` carries it out.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -48,10 +49,16 @@ class Rows:
             self.width += -(-max(value.numel(), 1) // ALIGNED) * ALIGNED
         self.flat = like.new_zeros(rows, self.width)
 
+    def more(self, rows: int) -> Rows:
+        """Other rows of the same form."""
+        made = copy.copy(self)
+        made.flat = self.flat.new_zeros(rows, self.width)
+        return made
+
     def trees(self, flat: Tensor) -> Tree:
         """Views by name of one row, (width), or of several, (K, width)."""
         return {
-            name: flat[..., start:end].view(*flat.shape[:-1], *self.shapes[name])
+            name: flat[..., start:end].view((*flat.shape[:-1], *self.shapes[name]))
             for name, (start, end) in self.places.items()
         }
 
@@ -71,7 +78,7 @@ class Rows:
 
 # ---------------------------------------------------------------------------------------------- the step
 
-OPTIONS: dict[str, Any] = {}
+OPTIONS: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": False}  # of the compiler: join small ones
 Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its first axis
 
 

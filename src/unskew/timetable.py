@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -132,11 +133,18 @@ class Usage:
     """What a schedule executes, counted; others may look at it while it goes on."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self, bound: float = 1.0) -> None:
+        """Count from here: the steps are ready, and `bound` is the highest occupancy that there can be."""
         self.steps: Counter[int] = Counter()  # by size
         self.useful = 0  # client-steps
-        self.all = 0  # client-steps that there are to do
-        self.bound = 1.0  # the highest occupancy that there can be
-        self.began = time.perf_counter()  # when the steps were ready
+        self.bound = bound
+        self.began, self.ended = time.perf_counter(), math.inf
+
+    def end(self) -> None:
+        """All steps have been taken."""
+        self.ended = time.perf_counter()
 
     def note(self, step: Step) -> None:
         """Count a `Step`."""
@@ -161,7 +169,7 @@ class Usage:
     @property
     def rate(self) -> float:
         """Useful client-steps a second so far."""
-        return self.useful / max(time.perf_counter() - self.began, 1e-9)
+        return self.useful / max(min(time.perf_counter(), self.ended) - self.began, 1e-9)
 
 
 def rehearse(work: Steps, ladder: Sequence[int]) -> Usage:
