@@ -31,6 +31,7 @@ from unskew.engine import (
     enter,
     installed,
     network,
+    noted,
     plan,
     seen,
     step_count,
@@ -204,11 +205,8 @@ def rounds_of(run: Training, engine: Engine, resume: Round | None = None) -> Ite
         visitors, plans = [run.visitor(last, id) for id in ids], [run.plan(number, id) for id in ids]
         cohort = Cohort(ids, visitors, plans, [run.federation.sizes[id] for id in ids])
         data, sgd = run.federation.data, run.sgd(number)
-        try:
+        with noted(f"in round {number} of {run.rounds}"):
             outcome = engine(run.net, run.algorithm, sgd, data, last.params, last.state, cohort, run.sum)
-        except Exception as error:
-            error.add_note(f"in round {number} of {run.rounds}")
-            raise
         last = run.after(last, ids, outcome, began)
         yield last
 

@@ -28,7 +28,7 @@ from unskew.algorithms import Algorithm
 from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.data import draw_crops, gather
 from unskew.download import Progress
-from unskew.engine import at_home, engines, installed
+from unskew.engine import at_home, engines, installed, threads
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
@@ -181,17 +181,6 @@ def blaming(method: str) -> Iterator[None]:
         raise UsageError(
             f"method is {method!r}, which fails: {type(error).__name__}: {reason}{where}{remedy if alone else ''}"
         ) from error
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use this many threads meanwhile: results on a CPU depend on it in their last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------- records
