@@ -299,7 +299,7 @@ Visit = Callable[[int, Client, Plan, int], Visited]
 
 
 def alone(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visit:
-    """A client's work in a round, as a function: `visit(id, client, plan, examples)`. `sent` is of the server's state."""
+    """A client's work in a round, as a function: `visit(id, client, plan, examples)`."""
     step = local_step(net, algorithm)
 
     def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:

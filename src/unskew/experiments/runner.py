@@ -16,7 +16,7 @@ import os
 import platform
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ from unskew.results import Record, appended, digest, rewrite, seal
 from unskew.seeds import generator
 from unskew.simulate import Round, Training, collect_all, rounds_of
 from unskew.specs import parse
+from unskew.workers import Workers
 
 
 def run(
@@ -88,8 +89,8 @@ def run(
     records = _kept(records, last.number if last else 0, start, history) or [start]
     rewrite(history, records)
     yield from records
-    with threads(experiment.threads), blaming(experiment.method):
-        rounds = _rounds(experiment, training, last)
+    rounds = _rounds(experiment, training, last)
+    with threads(experiment.threads), blaming(experiment.method), contextlib.closing(rounds):
         for last in rounds:
             evaluated = last.number % experiment.evaluate_every == 0 or last.number == experiment.rounds
             scores = _record(_scored(training, last, local)) if evaluated else {}
@@ -134,11 +135,11 @@ def _training(
     return training
 
 
-def _rounds(experiment: Experiment, training: Training, last: Round | None) -> Iterator[Round]:
+def _rounds(experiment: Experiment, training: Training, last: Round | None) -> Generator[Round, None, None]:
     """The rounds of a run, by its engine."""
     if experiment.engine == "lanes":
         return (round for _, round in train_on_lanes([training], resume=[last], precision=experiment.precision))
-    return rounds_of(training, engines[experiment.engine], last)
+    return rounds_of(training, Workers() if experiment.engine == "workers" else engines[experiment.engine], last)
 
 
 def _refuse(experiment: Experiment, local: bool, calibrated: bool, ways: list[str]) -> None:
@@ -171,7 +172,8 @@ def blaming(method: str) -> Iterator[None]:
         raise
     except Exception as error:
         files = {str(Path(file).resolve()) for file in files_of(method)}
-        places = [place for place in traceback.extract_tb(error.__traceback__) if place.filename in files]
+        trace = [*traceback.extract_tb(error.__traceback__), *getattr(error, "places", ())]  # those in a worker
+        places = [place for place in trace if place.filename in files]
         alone = "vmap" in str(error)
         if not files or not (places or alone):
             raise
