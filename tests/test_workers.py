@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from commands import blobs, child_of, result_of, tiny, unskew
 from conftest import toy_data, toy_model
 from methods import METHODS, model_for
 from test_equivalence import everything
-from unskew import Workers, fedavg, ffc, scaffold, sequential, train
+from unskew import Workers, build, dataset, fedavg, ffc, scaffold, sequential, train
 from unskew.engine import threads
 from unskew.errors import UsageError
 from unskew.partition import Federation
@@ -111,6 +112,17 @@ def test_workers_take_one_thread_whatever_torch_has_here(ragged):
         for _ in train(toy_model(), ragged, checked, engine=Workers(2), **SETTINGS):
             assert torch.get_num_threads() == 2
         assert_same(toy_model("batch"), ragged, method)
+
+
+def test_a_paper_s_network_beside_torch_s_threads():
+    """In float32, by the libraries' fast paths, which choose by threads and by where a tensor lies."""
+    draw = np.random.default_rng(0)
+    x, y = draw.integers(0, 256, (90, 3, 32, 32)).astype(np.uint8), np.arange(90) % 10
+    data = dataset("random", x, y, x[:10], y[:10], [str(label) for label in range(10)])
+    model = build("cnn", 10, 3, 32, generator=torch.Generator().manual_seed(0))
+    with threads(2):
+        model(torch.randn(8, 3, 32, 32)).sum().backward()
+        assert_same(model, Federation(data, tuple(torch.arange(90).split([40, 20, 30]))), scaffold(3), rounds=2)
 
 
 def test_a_training_goes_on(many):
