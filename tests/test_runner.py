@@ -60,9 +60,8 @@ def wait_until(true, process) -> None:
         {"method": "scaffold+on_sphere:rows=simplex", "fraction": 0.5},
         {"method": "moon", "recalibrate": "ffc:every=2:ridge=1"},
         {"method": "scaffold", "engine": "lanes", "fraction": 0.5},
-        {"method": "scaffold", "engine": "workers", "fraction": 0.5},
     ],
-    ids=["server state", "fraction", "batched", "central", "composed", "recalibrated", "lanes", "workers"],
+    ids=["server state", "fraction", "batched", "central", "composed", "recalibrated", "lanes"],
 )
 def test_a_stopped_iterator_goes_on_bit_for_bit(data, tmp_path, changed) -> None:
     experiment = experiment_of(data, **changed)

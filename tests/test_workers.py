@@ -19,13 +19,15 @@ from commands import blobs, child_of, result_of, tiny, unskew
 from conftest import toy_data, toy_model
 from methods import METHODS, model_for
 from test_equivalence import everything
-from unskew import Workers, build, dataset, fedavg, ffc, scaffold, sequential, train
+from unskew import Experiment, Workers, build, dataset, fedavg, ffc, run, scaffold, sequential, train
 from unskew.engine import threads
 from unskew.errors import UsageError
 from unskew.partition import Federation
 from unskew.workers import Shared, check_workers
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are for Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or torch.accelerator.device_count() > 0, reason="workers are for Linux without a GPU"
+)
 
 SETTINGS = {"rounds": 3, "batch": 8, "lr": 0.05, "weight_decay": 1e-3, "seed": 1}
 
@@ -80,7 +82,7 @@ def test_workers_equal_sequential_for_every_method(name, norm, ragged):
     assert_same(model_for(name, norm), ragged, METHODS[name], fraction=0.5, augment=True)
 
 
-@pytest.mark.parametrize("processes", [1, 3, 50])
+@pytest.mark.parametrize("processes", [3, 50])
 def test_more_clients_than_workers_and_fewer(processes, many):
     assert_same(toy_model("batch"), many, scaffold(7), processes, fraction=0.7)
 
@@ -261,6 +263,10 @@ def test_refusals(ragged, monkeypatch):
         UsageError, match="the CPU, but the data are on cuda:0: use --engine sequential, .* --device cpu"
     ):
         check_workers(torch.device("cuda:0"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_count", lambda: 1)
+        with pytest.raises(UsageError, match="where it sees a GPU: hide it by CUDA_VISIBLE_DEVICES= "):
+            check_workers(torch.device("cpu"))
     for platform in ("win32", "darwin"):
         monkeypatch.setattr(sys, "platform", platform)
         with pytest.raises(UsageError, match=f"engine workers .* this is {platform}: use --engine sequential"):
@@ -377,6 +383,21 @@ def test_a_run_by_workers_is_a_run_by_sequential(tmp_path, changed):
         "experiment": 0,
         "digest": 0,
     }
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path):
+    data = str(blobs(tmp_path / "blobs.npz"))
+    experiment = Experiment(data, clients=4, alpha=1.0, rounds=3, epochs=1, batch=8, calibrate="ffc", method="scaffold",
+                            fraction=0.5, engine="workers")  # fmt: skip
+    list(run(experiment, tmp_path / "whole"))
+    for stop in (1, 3):
+        running = run(experiment, tmp_path / str(stop))
+        list(itertools.islice(running, stop))
+        assert len(multiprocessing.active_children()) == (stop > 1) * min(2, len(os.sched_getaffinity(0)))
+        running.close()
+        assert not multiprocessing.active_children()
+        list(run(experiment, tmp_path / str(stop), resume=True))
+        assert result_of(tmp_path / str(stop)) == result_of(tmp_path / "whole")
 
 
 MINE = """

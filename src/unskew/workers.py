@@ -70,6 +70,11 @@ def check_workers(device: torch.device) -> None:
         raise UsageError(f"engine workers needs fork as Linux has it, and this is {sys.platform}: {REMEDY}")
     if device.type != "cpu":
         raise UsageError(f"engine workers trains on the CPU, but the data are on {device}: {REMEDY}, or --device cpu")
+    if torch.accelerator.device_count():
+        raise UsageError(
+            "engine workers forks its process, and torch's gradients may not survive that where it sees a GPU: hide it "
+            f"by CUDA_VISIBLE_DEVICES= before the command, or {REMEDY}"
+        )
     if multiprocessing.current_process().daemon:
         raise UsageError(f"engine workers can't start in a process of a pool, which may have no children: {REMEDY}")
 
@@ -288,11 +293,6 @@ def _failure(error: BaseException) -> Failure:
     trace, notes = "".join(traceback.format_exception(error)), getattr(error, "__notes__", [])
     places = [traceback.FrameSummary(place.filename, place.lineno, place.name, lookup_line=False)
               for place in traceback.extract_tb(error.__traceback__)]  # fmt: skip
-    if "fork-based multiprocessing" in str(error):
-        error = UsageError(
-            "engine workers can't fork a process in which torch has computed gradients where there is a GPU: "
-            f"hide it (CUDA_VISIBLE_DEVICES=), or {REMEDY}"
-        )
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
