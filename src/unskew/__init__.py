@@ -93,6 +93,7 @@ if TYPE_CHECKING:
         spherical as spherical,
         unit_features as unit_features,
     )
+    from unskew.workers import Workers as Workers
 
 __version__ = "0.1.0"
 
@@ -140,6 +141,7 @@ _HOMES = {
     "statistics": ["FeatureStats", "collect"],
     "sums": ["Sum", "plain_sum"],
     "variants": ["clsnorm", "fixed_classifier", "projection", "spherical", "unit_features"],
+    "workers": ["Workers"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

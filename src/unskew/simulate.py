@@ -11,9 +11,9 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from unskew.engine import (
     enter,
     installed,
     network,
+    noted,
     plan,
     seen,
     step_count,
@@ -194,13 +195,21 @@ class Settings(TypedDict, total=False):
     recalibrate: tuple[Calibrator, int] | None
 
 
+@runtime_checkable
+class Trainer(Protocol):
+    """An engine that takes a whole training, since it sets up something for it: `unskew.workers.Workers`."""
+
+    def rounds(self, run: Training, resume: Round | None = None) -> Iterator[Round]:
+        """The rounds of a training."""
+
+
 def train(
     model: Split,
     federation: Federation,
     algorithm: Algorithm,
     *,
     rounds: int,
-    engine: Engine = batched,
+    engine: Engine | Trainer = batched,
     resume: Round | None = None,
     **settings: Unpack[Settings],
 ) -> Iterator[Round]:
@@ -210,13 +219,19 @@ def train(
     seed, sum, recalibrate. Clients that are absent keep what they keep. Raises `Diverged` when the loss is no number
     any more. `resume` goes on after a round.
     """
-    check_callable("engine", engine)
+    if isinstance(engine, type):
+        raise UsageError(f"engine is the class {engine.__name__}: make one, as in engine={engine.__name__}()")
+    if not isinstance(engine, Trainer):
+        check_callable("engine", engine)
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     yield from rounds_of(Training(model, federation, algorithm, rounds, **given), engine, resume)
 
 
-def rounds_of(run: Training, engine: Engine, resume: Round | None = None) -> Iterator[Round]:
-    """The rounds of a training, by an engine that takes one after the other."""
+def rounds_of(run: Training, engine: Engine | Trainer, resume: Round | None = None) -> Generator[Round, None, None]:
+    """The rounds of a training, by an engine."""
+    if isinstance(engine, Trainer):
+        yield from engine.rounds(run, resume)
+        return
     last = resume or run.start()
     while last.number < run.rounds:
         began, number = time.perf_counter(), last.number + 1
@@ -224,11 +239,8 @@ def rounds_of(run: Training, engine: Engine, resume: Round | None = None) -> Ite
         visitors, plans = [run.visitor(last, id) for id in ids], [run.plan(number, id) for id in ids]
         cohort = Cohort(ids, visitors, plans, [run.federation.sizes[id] for id in ids])
         data, sgd = run.federation.data, run.sgd(number)
-        try:
+        with noted(f"in round {number} of {run.rounds}"):
             outcome = engine(run.net, run.algorithm, sgd, data, last.params, last.state, cohort, run.sum)
-        except Exception as error:
-            error.add_note(f"in round {number} of {run.rounds}")
-            raise
         last = run.after(last, ids, outcome, began)
         yield last
 

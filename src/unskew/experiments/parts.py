@@ -27,6 +27,7 @@ from unskew.personal import Way, ways
 from unskew.seeds import generator, seeded
 from unskew.specs import called, converted, defaults_of, made, own, parse
 from unskew.transforms import Transform
+from unskew.workers import Workers, check_workers
 
 SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 AUTO_MODELS = ("small-cnn", "cnn")  # for grey images, for others
@@ -173,7 +174,9 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
     engine, threads = experiment.engine, experiment.threads
     if engine == "auto":
         engine = "batched" if small or device.startswith("cuda") else "sequential"
-    lookup("engine", engine, {**engines, "lanes": train_on_lanes})
+    lookup("engine", engine, {**engines, "workers": Workers, "lanes": train_on_lanes})
+    if engine == "workers":
+        check_workers(torch.device(device))
     lookup("precision", experiment.precision, precisions)
     if experiment.precision != "float32" and (engine != "lanes" or not device.startswith("cuda")):
         raise UsageError(f"precision is {experiment.precision!r}, which needs --engine lanes and a GPU: use float32")

@@ -18,7 +18,7 @@ import platform
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.data import Dataset, draw_crops, gather
 from unskew.dispatch import program, ranks, train_on_lanes
 from unskew.download import Progress
-from unskew.engine import at_home, engines, installed
+from unskew.engine import at_home, engines, installed, threads
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
@@ -58,6 +58,7 @@ from unskew.seeds import generator
 from unskew.simulate import Diverged, Round, Training, collect_all, rounds_of
 from unskew.specs import parse
 from unskew.timetable import Usage
+from unskew.workers import Workers
 
 
 def run(
@@ -83,8 +84,11 @@ def run(
         deque(_rounds(made, usage), maxlen=0)
         return
     yield from records
-    with contextlib.closing(made), threads(made.experiment.threads), blaming(made.experiment.method):
-        for last in _rounds(made, usage):
+    with (
+        contextlib.closing(made), threads(made.experiment.threads), blaming(made.experiment.method),
+        contextlib.closing(_rounds(made, usage)) as rounds,
+    ):  # fmt: skip
+        for last in rounds:
             yield made.reached(last)
         yield from made.ended(usage, 1)
 
@@ -264,15 +268,16 @@ def _training(
     return training
 
 
-def _rounds(made: _Run, usage: Usage) -> Iterator[Round]:
+def _rounds(made: _Run, usage: Usage) -> Generator[Round, None, None]:
     """The rounds of a run, by its engine."""
     training, experiment = made.training, made.experiment
     if experiment.engine == "lanes":
         rounds = train_on_lanes([training], resume=[made.last], precision=experiment.precision, usage=usage)
         yield from (round for _, round in rounds)
         return
+    engine = Workers() if experiment.engine == "workers" else engines[experiment.engine]
     usage.begin()
-    for last in rounds_of(training, engines[experiment.engine], made.last):
+    for last in rounds_of(training, engine, made.last):
         usage.useful += sum(map(training.count, last.cohort))
         yield last
     usage.end()
@@ -308,7 +313,8 @@ def blaming(*methods: str) -> Iterator[None]:
         raise
     except Exception as error:
         files = {str(Path(file).resolve()): method for method in methods for file in files_of(method)}
-        places = [place for place in traceback.extract_tb(error.__traceback__) if place.filename in files]
+        trace = [*traceback.extract_tb(error.__traceback__), *getattr(error, "places", ())]  # those in a worker
+        places = [place for place in trace if place.filename in files]
         alone = "vmap" in str(error)
         if not files or not (places or alone):
             raise
@@ -319,17 +325,6 @@ def blaming(*methods: str) -> Iterator[None]:
         raise UsageError(
             f"method is {method!r}, which fails: {type(error).__name__}: {reason}{where}{remedy if alone else ''}"
         ) from error
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use this many threads meanwhile: results on a CPU depend on it in their last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------------------------------------- records
