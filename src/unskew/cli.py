@@ -252,6 +252,8 @@ def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[R
     with contextlib.ExitStack() as shown:
         for record in records:
             if record["kind"] == "start":  # not earlier: a refusal stands alone
+                if "picked" in record:
+                    print("engine: {engine} ({reason})".format(**record["picked"]), file=sys.stderr, flush=True)
                 progress = shown.enter_context(Progress(*columns, console=Console(stderr=True)))
                 task = progress.add_task("training", total=rounds, now="")
             elif record["kind"] == "round":
@@ -301,7 +303,16 @@ def _remove_demo(folder: Path) -> None:
     if not holds_run(folder):
         return
     held = asdict(stored(folder))
-    free = {"seed", "cut_seed", "device", "engine", "threads", "model"}  # what differs between demos
+    free = {
+        "seed",
+        "cut_seed",
+        "device",
+        "engine",
+        "threads",
+        "model",
+        "lanes",
+        "convolutions",
+    }  # what differs between demos
     written = re.compile(
         r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
         r"|(labels|history|per_class|personal)\.png|\..*\.tmp"

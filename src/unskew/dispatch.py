@@ -40,7 +40,6 @@ from unskew.timetable import Add, Load, Move, Settle, Step, Usage, Visit, bound,
 from unskew.tree import Tree, each, pick, prefix, rows, under
 
 COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
-MOST = 64  # lanes, unless somebody says
 
 # ---------------------------------------------------------------------------------------------- who shares
 
@@ -84,10 +83,12 @@ def train_on_lanes(
     last = [before or run.start() for run, before in zip(runs, resume or [None] * len(runs), strict=True)]
     usage = usage or Usage()
     cuda, processes = runs[0].federation.data.y.is_cuda, ranks()[1]
-    _, work = _left(runs, last)
+    _, work = left_of(runs, last)
     if not any(work):
         return
-    each_rank = lanes or choose([rounds for rounds in work if rounds], COSTS[cuda], MOST * processes, _ladder(cuda))
+    each_rank = lanes or choose(
+        [rounds for rounds in work if rounds], COSTS[cuda], most_lanes(runs[0]) * processes, ladder(cuda)
+    )
     each_rank = max(1, each_rank // processes)
     options = {"compile": cuda if compile is None else compile,
                "fuse": cuda and precision != "float32" if fuse is None else fuse}  # fmt: skip
@@ -105,7 +106,7 @@ def train_on_lanes(
         torch.cuda.empty_cache()
 
 
-def _left(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+def left_of(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
     """The cohorts of the rounds that are left, and their clients' steps."""
     numbers = [range(before.number + 1, run.rounds + 1) for run, before in zip(runs, last, strict=True)]
     cohorts = [[run.ids(number) for number in left] for run, left in zip(runs, numbers, strict=True)]
@@ -114,7 +115,12 @@ def _left(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[li
     ]
 
 
-def _ladder(cuda: bool) -> Callable[[int], list[int]]:
+def most_lanes(run: Training) -> int:
+    """As many as pay: a large network fills a GPU with few, and memory with more."""
+    return 64 if sum(value.numel() for value in run.net.tree.values()) < 1_000_000 else 16
+
+
+def ladder(cuda: bool) -> Callable[[int], list[int]]:
     """The sizes of step: few on a GPU, where each costs a compilation."""
     return lambda lanes: ladder_of(lanes, by=4, most=3) if cuda else ladder_of(lanes)
 
@@ -131,15 +137,15 @@ def _carried(
 ) -> Iterator[tuple[int, Round]]:  # fmt: skip
     """Carry out all that is left with so many lanes in each process."""
     (rank, processes), cuda = ranks(), runs[0].federation.data.y.is_cuda
-    cohorts, work = _left(runs, last)
-    ladder = _ladder(cuda)(each_rank)
+    cohorts, work = left_of(runs, last)
+    sizes = ladder(cuda)(each_rank)
     longest = max(steps for rounds in work for ids in rounds for steps in ids)
     with precise(precision) as autocast:  # a CUDA graph keeps the precision that it was captured in
-        lanes = Lanes(runs[0], ladder, longest, autocast=autocast, **options)
+        lanes = Lanes(runs[0], sizes, longest, autocast=autocast, **options)
     usage.begin(bound([rounds for rounds in work if rounds], each_rank * processes))
     with ThreadPoolExecutor(2) as pool:
         carrier = Carrier(runs, last, cohorts, lanes, pool)
-        timetable = schedule(work, [processes * size for size in ladder], processes)
+        timetable = schedule(work, [processes * size for size in sizes], processes)
         for kind, operations in itertools.groupby(timetable, type):
             for_me: list[Any] = list(operations)
             if kind is not Step and kind is not Settle:

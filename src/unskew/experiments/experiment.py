@@ -82,8 +82,10 @@ class Experiment:
     seed: int = _about(0, "seed of everything but the cut")
     cut_seed: int = _about(0, "seed of the cut")
     engine: str = _about(
-        "auto", "sequential, batched, workers (CPU processes) or lanes; auto: batched on a GPU and for small networks"
+        "auto", "sequential, batched, workers (CPU processes) or lanes; auto: the fastest by a measurement"
     )
+    lanes: int = _about(0, "how many lanes; 0: what a rehearsal finds fastest", NOT_NEGATIVE)
+    convolutions: str = _about("auto", "of lanes: grouped (cuDNN), fused (kernels of ours) or auto, the faster one")
     precision: str = _about("float32", "of lanes on a GPU: float32, tf32 or bfloat16")
     device: str = _about("auto", "cpu, cuda or cuda:N; auto: a GPU if there is one")
     threads: int = _about(0, "CPU threads; 0: one for small networks, else what torch takes", NOT_NEGATIVE)

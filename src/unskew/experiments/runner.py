@@ -28,6 +28,7 @@ import torch.distributed
 
 from unskew import __version__
 from unskew.algorithms import Algorithm
+from unskew.choice import Choice
 from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.data import Dataset, draw_crops, gather
 from unskew.dispatch import program, ranks, train_on_lanes
@@ -43,6 +44,7 @@ from unskew.experiments.parts import (
     data_of,
     federation_of,
     method_of,
+    picked,
     recalibration_of,
     settled,
     ways_of,
@@ -104,11 +106,11 @@ def run_together(
     shelf = _Shelf()
     groups: dict[tuple[object, ...], list[tuple[int, _Run]]] = {}
     for number, (experiment, out) in enumerate(zip(experiments, outs, strict=True)):
-        made = _Run(experiment, out, True, shelf)
+        made = _Run(experiment, out, True, shelf, alone=False)
         if made.finished:
             yield from ((number, record) for record in made.records)
         else:
-            groups.setdefault((made.experiment.precision, *program(made.training)), []).append((number, made))
+            groups.setdefault((*_lanes_of(made.experiment), *program(made.training)), []).append((number, made))
     for group in groups.values():
         numbers, runs = zip(*group, strict=True)
         for number, made in group:
@@ -118,10 +120,7 @@ def run_together(
                 stack.enter_context(contextlib.closing(made))
             stack.enter_context(threads(runs[0].experiment.threads))
             stack.enter_context(blaming(*(made.experiment.method for made in runs)))
-            rounds = train_on_lanes(
-                [made.training for made in runs], resume=[made.last for made in runs],
-                precision=runs[0].experiment.precision, usage=usage,
-            )  # fmt: skip
+            rounds = _on_lanes(runs, usage)
             lost: Sequence[int] = ()
             try:
                 for which, last in rounds:
@@ -162,7 +161,7 @@ KEEP_EVERY = 2.0  # seconds between two checkpoints
 class _Run:
     """An experiment in its folder: what has been reached, and how it goes on."""
 
-    def __init__(self, experiment: Experiment, out: Path, resume: bool, shelf: _Shelf) -> None:
+    def __init__(self, experiment: Experiment, out: Path, resume: bool, shelf: _Shelf, alone: bool = True) -> None:
         self.out, self.history, self.checkpoint = out, out / "records.jsonl", out / "checkpoint.safetensors"
         self.experiment, self.records = examine(experiment, out, resume)
         self.finished = bool(self.records) and self.records[-1]["kind"] == "end"
@@ -178,14 +177,14 @@ class _Run:
         self.training = _training(experiment, model, federation, method.algorithm, given)
         self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
         _refuse(experiment, self.local, bool(self.makers), [parse(spec)[0] for spec in self.ways])
-        self.experiment = experiment
+        self.experiment, self.choice = picked(experiment, self.training) if alone else (experiment, None)
         self.last: Round | None = None
         self.kept = -math.inf, 0  # when and at which round the checkpoint was written
 
     def begun(self) -> list[Record]:
         """Take the folder, with what is there of an earlier attempt; the records so far."""
         with blaming(self.experiment.method):
-            start = _start(self.experiment, self.training)
+            start = _start(self.experiment, self.training, self.choice)
         claim(self.experiment, self.out)
         self.last = load_round(self.checkpoint, self.experiment) if self.checkpoint.exists() else None
         reached = self.last.number if self.last else 0
@@ -272,8 +271,7 @@ def _rounds(made: _Run, usage: Usage) -> Generator[Round, None, None]:
     """The rounds of a run, by its engine."""
     training, experiment = made.training, made.experiment
     if experiment.engine == "lanes":
-        rounds = train_on_lanes([training], resume=[made.last], precision=experiment.precision, usage=usage)
-        yield from (round for _, round in rounds)
+        yield from (round for _, round in _on_lanes([made], usage))
         return
     engine = Workers() if experiment.engine == "workers" else engines[experiment.engine]
     usage.begin()
@@ -281,6 +279,19 @@ def _rounds(made: _Run, usage: Usage) -> Generator[Round, None, None]:
         usage.useful += sum(map(training.count, last.cohort))
         yield last
     usage.end()
+
+
+def _on_lanes(runs: Sequence[_Run], usage: Usage) -> Iterator[tuple[int, Round]]:
+    """The rounds of runs that share lanes, which are as the first one says."""
+    precision, lanes, form = _lanes_of(runs[0].experiment)
+    return train_on_lanes(
+        [made.training for made in runs], resume=[made.last for made in runs], precision=precision,
+        lanes=lanes or None, fuse=None if form == "auto" else form == "fused", usage=usage,
+    )  # fmt: skip
+
+
+def _lanes_of(experiment: Experiment) -> tuple[str, int, str]:
+    return experiment.precision, experiment.lanes, experiment.convolutions
 
 
 def _refuse(experiment: Experiment, local: bool, calibrated: bool, ways: list[str]) -> None:
@@ -330,7 +341,7 @@ def blaming(*methods: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _start(experiment: Experiment, training: Training) -> Record:
+def _start(experiment: Experiment, training: Training, choice: Choice | None) -> Record:
     """What was run, on what, and the bytes that a client receives and sends."""
     model, federation = training.model, training.federation
     sent = traffic(model, training.algorithm)
@@ -354,6 +365,7 @@ def _start(experiment: Experiment, training: Training) -> Record:
             **{Path(file).name: digest(Path(file).read_text(encoding="utf-8")) for file in files_of(experiment.method)},
         },
         "bytes": {"down": down, "up": up, "down_in_papers": down_in_papers, "up_in_papers": up_in_papers, **again},
+        **({"picked": {"engine": choice.engine, "reason": choice.reason}} if choice else {}),
         "labels": list(data.labels),
         "table": table(data.y.cpu(), tuple(part.cpu() for part in federation.clients), data.classes).tolist(),
     }
