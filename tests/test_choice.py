@@ -53,7 +53,7 @@ def test_lanes_pay_when_they_save_more_than_their_preparation(long, monkeypatch)
     }  # fmt: skip
     monkeypatch.setattr(choice, "measured", lambda *_: dict(speeds))
     chosen = pick(long)
-    assert (chosen.engine, chosen.convolutions) == ("lanes", "fused")
+    assert (chosen.engine, chosen.form) == ("lanes", "fused")
     assert 1 <= chosen.lanes <= 3  # there are three clients
     speeds.update(sequential=50, batched=100)
     monkeypatch.setattr(choice, "_remembered", lambda *_: dict(speeds))

@@ -266,6 +266,17 @@ def test_two_processes_give_the_same_as_one(tmp_path):
         assert all(gap(results[0][case][at][1], results[1][case][at][1]) == 0 for at in range(9))
 
 
+@pytest.mark.parametrize("form", ["fused", "apart"])
+def test_other_forms_of_the_step(form, ragged):
+    model = toy_model("none")
+    options = {"rounds": 2, "batch": 8, "lr": 0.05, "augment": True}
+    *_, expected = train(model, ragged, moon(), engine=sequential, **options)
+    found = dict(train_on_lanes([Training(model, ragged, moon(), **options)], lanes=2, form=form))[0]
+    assert gap(expected, found) < 1e-9
+    with pytest.raises(UsageError, match="unknown form 'fuse': did you mean 'fused'"):
+        list(train_on_lanes([Training(model, ragged, moon(), **options)], form="fuse"))
+
+
 def test_usage_is_told(ragged):
     usage = Usage()
     list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=2, batch=8)], lanes=2, usage=usage))

@@ -24,7 +24,7 @@ from unskew.dispatch import ladder, left_of, most_lanes
 from unskew.engine import engines
 from unskew.errors import UsageError
 from unskew.kernels import FusedConv, fused
-from unskew.lanes import Lanes, precise
+from unskew.lanes import FORMS, Lanes, precise
 from unskew.results import digest, write_text
 from unskew.simulate import Training, rounds_of
 from unskew.timetable import Cost, Steps, choose, rehearse
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
     engine: str
     lanes: int = 0  # of lanes
-    convolutions: str = "auto"  # of lanes: one of FORMS
+    form: str = "auto"  # of the lanes' step: one of FORMS
     speeds: Mapping[str, float] = {}  # client-steps a second; empty if a rule of thumb chose
 
     @property
@@ -90,7 +90,6 @@ def _cost(speeds: Mapping[str, float], form: str) -> Cost | None:
 
 
 COUNTS = (8, 32)  # lanes to measure
-FORMS = ("grouped", "fused")  # of convolutions on lanes: by cuDNN, by `unskew.kernels`
 
 
 def _seconds(work: Steps, lanes: int, cost: Cost) -> float:
@@ -117,10 +116,10 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
             speeds[name] = max(speeds[name], _speed(replace(short, steps=steps), engine))
     if data.y.is_cuda:
         fits = any(isinstance(part, FusedConv) for part in fused(run.model).modules())
-        for form in FORMS if fits else FORMS[:1]:
+        for form in FORMS if fits else [name for name in FORMS if name != "fused"]:
             for count in COUNTS:
                 try:
-                    speeds[f"{count} lanes, {form}"] = _lane_speed(run, count, form == "fused", precision)
+                    speeds[f"{count} lanes, {form}"] = _lane_speed(run, count, form, precision)
                 except torch.OutOfMemoryError:
                     speeds[f"{count} lanes, {form}"] = 1e-9
     return speeds
@@ -141,10 +140,10 @@ def _speed(run: Training, engine: Any) -> float:
     return sum(map(run.count, last.cohort)) / max(last.seconds, 1e-9)
 
 
-def _lane_speed(run: Training, count: int, fuse: bool, precision: str) -> float:
+def _lane_speed(run: Training, count: int, form: str, precision: str) -> float:
     """Lane-steps a second; not compiled, which would take longer than it is worth here."""
     with precise(precision) as autocast:
-        lanes = Lanes(run, [count], 4, autocast=autocast, fuse=fuse)
+        lanes = Lanes(run, [count], 4, autocast=autocast, form=form)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     lanes.take(count, 3)
     start.record()

@@ -311,7 +311,7 @@ def _remove_demo(folder: Path) -> None:
         "threads",
         "model",
         "lanes",
-        "convolutions",
+        "form",
     }  # what differs between demos
     written = re.compile(
         r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"

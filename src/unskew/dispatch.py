@@ -34,7 +34,7 @@ from torch import Tensor
 from unskew.engine import settle
 from unskew.errors import UsageError
 from unskew.exchange import Client
-from unskew.lanes import Lanes, Rows, precise
+from unskew.lanes import LARGE, Lanes, Rows, form_of, precise
 from unskew.simulate import Diverged, Round, Training
 from unskew.timetable import Add, Load, Move, Settle, Step, Usage, Visit, bound, choose, ladder_of, schedule
 from unskew.tree import Tree, each, pick, prefix, rows, under
@@ -69,13 +69,13 @@ def program(run: Training) -> tuple[object, ...]:
 
 def train_on_lanes(
     runs: Sequence[Training], *, lanes: int | None = None, resume: Sequence[Round | None] | None = None,
-    precision: str = "float32", compile: bool | None = None, fuse: bool | None = None, usage: Usage | None = None,
+    precision: str = "float32", compile: bool | None = None, form: str | None = None, usage: Usage | None = None,
 ) -> Iterator[tuple[int, Round]]:  # fmt: skip
     """Train several runs together; yields (which run, its next round) as rounds end.
 
     `lanes` None: the number that a rehearsal finds fastest. `precision` is that of the steps on a GPU: "float32",
-    "tf32", or "bfloat16", by autocast. `compile` None: on a GPU. `fuse`: convolutions by `unskew.kernels`; None: on a
-    GPU, but in float32. `usage` is told what is executed. A run that diverges ends there, the others go on, and
+    "tf32", or "bfloat16", by autocast. `compile` None: on a GPU. `form` of the step: see `unskew.lanes`; None: by a
+    rule of thumb. `usage` is told what is executed. A run that diverges ends there, the others go on, and
     `Diverged` is raised when they are done; its `runs` say which. When memory runs out, the lanes are halved and the
     rounds that were under way begin again.
     """
@@ -90,8 +90,8 @@ def train_on_lanes(
         [rounds for rounds in work if rounds], COSTS[cuda], most_lanes(runs[0]) * processes, ladder(cuda)
     )
     each_rank = max(1, each_rank // processes)
-    options = {"compile": cuda if compile is None else compile,
-               "fuse": cuda and precision != "float32" if fuse is None else fuse}  # fmt: skip
+    options: dict[str, Any] = {"compile": cuda if compile is None else compile,
+               "form": form or form_of(runs[0], precision)}  # fmt: skip
     while True:
         try:
             for run, round in _carried(runs, last, each_rank, precision, options, usage):
@@ -117,7 +117,7 @@ def left_of(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[
 
 def most_lanes(run: Training) -> int:
     """As many as pay: a large network fills a GPU with few, and memory with more."""
-    return 64 if sum(value.numel() for value in run.net.tree.values()) < 1_000_000 else 16
+    return 64 if sum(value.numel() for value in run.net.tree.values()) < LARGE else 16
 
 
 def ladder(cuda: bool) -> Callable[[int], list[int]]:
@@ -132,7 +132,7 @@ def ranks() -> tuple[int, int]:
 
 
 def _carried(
-    runs: Sequence[Training], last: Sequence[Round], each_rank: int, precision: str, options: dict[str, bool],
+    runs: Sequence[Training], last: Sequence[Round], each_rank: int, precision: str, options: dict[str, Any],
     usage: Usage,
 ) -> Iterator[tuple[int, Round]]:  # fmt: skip
     """Carry out all that is left with so many lanes in each process."""

@@ -5,8 +5,13 @@ never change, and one compiled step, one CUDA graph, serves whoever is on the la
 client is on which lane when; `unskew.dispatch` carries it out.
 
     Rows        trees of all lanes as rows of one tensor
-    lane_step   one SGD step of the first lanes: gather, crop, normalise, then `local_step` under `vmap`
+    lane_step   one SGD step of some lanes: gather, crop, normalise, then `local_step` under `vmap`
     Lanes       the buffers, and their step: traced, compiled and captured on a GPU, plain on a CPU
+
+Weights of its own for every lane make a convolution a grouped one, which cuDNN runs well for some sizes only. So there
+are three forms of a step. Grouped: all lanes at once, as vmap makes it. Fused: the same, with the kernels of
+`unskew.kernels` where they fit; best for a few channels. Apart: each lane by itself, on streams beside each other;
+best for a large network, whose plain convolutions fill the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from unskew.data import Crops, Dataset
 from unskew.engine import Local, batch_of, begin, leave, local_step, network
 from unskew.errors import lookup
 from unskew.exchange import Client, Context
-from unskew.kernels import fused
+from unskew.kernels import FusedConv, fused
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import derive
@@ -34,6 +39,7 @@ from unskew.tree import Tree, pick, prefix, under
 
 # ---------------------------------------------------------------------------------------------- trees as rows
 
+STREAMS = 8
 ALIGNED = 64  # elements: unaligned matrices are slow
 
 
@@ -82,10 +88,23 @@ OPTIONS: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": Fals
 Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its first axis
 
 
-def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, fuse: bool) -> Callable[[Dataset, Buffers], None]:
+FORMS = ("grouped", "fused", "apart")
+LARGE = 1_000_000  # parameters of a network that fills a GPU by itself
+
+
+def form_of(run: Training, precision: str) -> str:
+    """The form that pays, by a rule of thumb."""
+    if not run.federation.data.y.is_cuda:
+        return "grouped"
+    if precision != "float32" and any(isinstance(part, FusedConv) for part in fused(run.model).modules()):
+        return "fused"
+    return "apart" if sum(value.numel() for value in run.net.tree.values()) >= LARGE else "grouped"
+
+
+def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) -> Callable[[Dataset, Buffers], None]:
     """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it."""
     net = run.net
-    if fuse:
+    if form == "fused":
         net = network(cast(Split, fused(run.model)), run.federation.data.y.device)
     step = local_step(net, run.algorithm)
     axes = Context(*(0 if forms[name].places else None for name in Context._fields))  # type: ignore[arg-type]
@@ -117,13 +136,13 @@ def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, fuse: bool)
 class Lanes:
     """What the lanes hold, and how their step is taken.
 
-    `ladder` are the numbers of lanes that have a step of their own, `longest` the most steps of a client; `fuse`: by
-    `unskew.kernels` where they fit.
+    `ladder` are the numbers of lanes that have a step of their own, `longest` the most steps of a client, `form` one of
+    FORMS.
     """
 
     def __init__(
         self, run: Training, ladder: Sequence[int], longest: int, *, autocast: bool = False, compile: bool = False,
-        fuse: bool = False,
+        form: str = "grouped",
     ) -> None:  # fmt: skip
         count, net, algorithm, tree = max(ladder), run.net, run.algorithm, run.net.tree
         start = run.start()
@@ -150,22 +169,42 @@ class Lanes:
             self.buffers["flip"] = torch.zeros(plans, dtype=torch.bool, device=self.device)
         draws = any(isinstance(part, nn.modules.dropout._DropoutNd) for part in run.model.modules())
         self.noise = _noise_from(run.seed, self.device) if draws else None
-        self.act = lane_step(run, self.forms, autocast, fuse)
+        self.act = lane_step(run, self.forms, autocast, lookup("form", form, {name: name for name in FORMS}))
         self.pool: Any = None  # of CUDA graphs
+        self.streams = [torch.cuda.Stream() for _ in range(STREAMS)] if self.device.type == "cuda" else []
+        self.apart = self._traced(1, compile) if form == "apart" else None
         self.steps = {size: self._prepared(size, compile) for size in ladder}
 
-    def _prepared(self, size: int, compile: bool) -> Callable[[], None]:
-        """The step of the first `size` lanes, compiled if asked, as a CUDA graph on a GPU."""
-        lanes = {name: value[:size] for name, value in self.buffers.items()}
+    def _held(self, lanes: slice) -> list[Tensor]:
+        """Some lanes of all buffers, in their order."""
+        return [value[lanes] for value in self.buffers.values()]
+
+    def _traced(self, size: int, compile: bool) -> Callable[..., None]:
+        """The step as a function of the buffers of so many lanes, compiled if asked."""
 
         def flat(*values: Tensor) -> None:
-            self.act(self.data, dict(zip(lanes, values, strict=True)))
+            self.act(self.data, dict(zip(self.buffers, values, strict=True)))
 
-        values = list(lanes.values())
-        act = torch.compile(make_fx(flat)(*values), dynamic=False, options=OPTIONS) if compile else flat
+        if not compile:
+            return flat
+        traced = make_fx(flat)(*self._held(slice(size)))
+        return cast(Callable[..., None], torch.compile(traced, dynamic=False, options=OPTIONS))
 
-        def step() -> None:
-            act(*values)
+    def _prepared(self, size: int, compile: bool) -> Callable[[], None]:
+        """The step of the first `size` lanes, as a CUDA graph on a GPU."""
+        if self.apart is None:
+            whole, values = self._traced(size, compile), self._held(slice(size))
+
+            def step() -> None:
+                whole(*values)
+        else:
+            one, each_lane = self.apart, [self._held(slice(lane, lane + 1)) for lane in range(size)]
+
+            def step() -> None:
+                with contextlib.ExitStack() as ends:
+                    for lane, values in enumerate(each_lane):
+                        with self._stream(lane, ends):
+                            one(*values)
 
         if self.device.type != "cuda":
             return step
@@ -181,6 +220,15 @@ class Lanes:
             step()
         self.pool = self.pool or graph.pool()  # all sizes share it, for they never run at once
         return graph.replay
+
+    def _stream(self, lane: int, ends: contextlib.ExitStack) -> contextlib.AbstractContextManager[Any]:
+        """A stream for a lane, beside the others; `ends` waits for it."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        now, beside = torch.cuda.current_stream(), self.streams[lane % len(self.streams)]
+        beside.wait_stream(now)
+        ends.callback(now.wait_stream, beside)
+        return torch.cuda.stream(beside)
 
     def take(self, size: int, times: int) -> None:
         """The first `size` lanes take so many steps."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.algorithms import fedavg
-from unskew.choice import FORMS, SMALL, Choice, pick
+from unskew.choice import SMALL, Choice, pick
 from unskew.data import Dataset, load
 from unskew.dispatch import train_on_lanes
 from unskew.download import Progress
@@ -20,7 +20,7 @@ from unskew.engine import engines, threads
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, calibrators, check_training, oracle
-from unskew.lanes import precisions
+from unskew.lanes import FORMS, precisions
 from unskew.methods import Method, method
 from unskew.models import Split, build, split
 from unskew.partition import Federation, federate, partitions
@@ -174,7 +174,7 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
     small = sum(value.numel() for value in model.parameters()) < SMALL
     lookup("engine", experiment.engine, {**engines, "workers": Workers, "lanes": train_on_lanes, "auto": pick})
     lookup("precision", experiment.precision, precisions)
-    lookup("convolutions", experiment.convolutions, {form: form for form in (*FORMS, "auto")})
+    lookup("form", experiment.form, {form: form for form in (*FORMS, "auto")})
     if experiment.engine == "workers":
         check_workers(torch.device(device))
     if experiment.precision != "float32" and experiment.engine == "auto":
@@ -192,14 +192,14 @@ def picked(experiment: Experiment, training: Training) -> tuple[Experiment, Choi
         return experiment, None
     with threads(experiment.threads):
         choice = pick(training, experiment.precision, experiment.engine)
-    form = choice.convolutions if experiment.convolutions == "auto" else experiment.convolutions
-    experiment = replace(experiment, engine=choice.engine, lanes=choice.lanes, convolutions=form)
+    form = choice.form if experiment.form == "auto" else experiment.form
+    experiment = replace(experiment, engine=choice.engine, lanes=choice.lanes, form=form)
     return experiment, choice
 
 
 def settled_like(experiment: Experiment, held: Experiment) -> Experiment:
     """The experiment with every "auto" read as `held` has settled it, where it can mean that."""
-    free = {"device": "auto", "engine": "auto", "threads": 0, "lanes": 0, "convolutions": "auto"}
+    free = {"device": "auto", "engine": "auto", "threads": 0, "lanes": 0, "form": "auto"}
     free |= {"model": "auto"} if held.model in AUTO_MODELS else {}
     free |= {"calibrate": "auto"} if held.calibrate == _calibrate(experiment) else {}
     taken = {name: getattr(held, name) for name, auto in free.items() if getattr(experiment, name) == auto}

@@ -286,12 +286,12 @@ def _on_lanes(runs: Sequence[_Run], usage: Usage) -> Iterator[tuple[int, Round]]
     precision, lanes, form = _lanes_of(runs[0].experiment)
     return train_on_lanes(
         [made.training for made in runs], resume=[made.last for made in runs], precision=precision,
-        lanes=lanes or None, fuse=None if form == "auto" else form == "fused", usage=usage,
+        lanes=lanes or None, form=None if form == "auto" else form, usage=usage,
     )  # fmt: skip
 
 
 def _lanes_of(experiment: Experiment) -> tuple[str, int, str]:
-    return experiment.precision, experiment.lanes, experiment.convolutions
+    return experiment.precision, experiment.lanes, experiment.form
 
 
 def _refuse(experiment: Experiment, local: bool, calibrated: bool, ways: list[str]) -> None:
