@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +42,14 @@ def images(folder: Path | None, classes: int) -> Dataset:
     return dataset("random", x, y, x[:10_000], y[:10_000])
 
 
-def plain_loop(run: Training, given: argparse.Namespace, autocast: bool, compiled: bool) -> float:
-    """Client-steps a second of what one would write without Unskew: a model, an optimiser, batches on the device."""
+def plain_loop(
+    run: Training, given: argparse.Namespace, autocast: bool, compiled: bool
+) -> Callable[[int], float]:  # fmt: skip
+    """What one would write without Unskew: a model, an optimiser, batches on the device. It has been warmed up.
+
+    As a function of the number of steps; gives client-steps a second.
+    """
     data, device = run.federation.data, run.federation.data.y.device
-    steps = given.loop_steps
 
     def network() -> Split:
         return build(given.model, data.classes, 3, 32, given.norm).to(device)
@@ -84,8 +88,8 @@ def plain_loop(run: Training, given: argparse.Namespace, autocast: bool, compile
         synchronise(device)
         return count / (time.perf_counter() - began)
 
-    go(min(20, steps))
-    return go(steps)
+    go(min(20, given.loop_steps))
+    return go
 
 
 def synchronise(device: torch.device) -> None:
@@ -97,7 +101,8 @@ def synchronise(device: torch.device) -> None:
 def loops(run: Training, given: argparse.Namespace, precision: str) -> dict[str, float]:
     """The speeds of the plain loops."""
     with precise(precision) as autocast:
-        found = {kind: plain_loop(run, given, autocast, kind == "compiled") for kind in given.loop.split(",")}
+        prepared = {kind: plain_loop(run, given, autocast, kind == "compiled") for kind in given.loop.split(",")}
+        found = {kind: loop(given.loop_steps) for kind, loop in prepared.items()}
     told = ", ".join(f"{kind} {speed:.0f}" for kind, speed in found.items())
     print(f"{precision}: plain loop, client-steps/s: {told}", flush=True)
     return found

@@ -277,6 +277,17 @@ def test_other_forms_of_the_step(form, ragged):
         list(train_on_lanes([Training(model, ragged, moon(), **options)], form="fuse"))
 
 
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("form", ["grouped", "apart"])
+def test_bfloat16_by_autocast_is_near(form, norm, ragged):
+    model = toy_model(norm).float()
+    run = Training(model, ragged, fedavg(), rounds=2, batch=8, lr=0.05)
+    exact, near = (dict(train_on_lanes([run], precision=kind, form=form))[0] for kind in ("float32", "bfloat16"))
+    assert exact.params.keys() == near.params.keys()
+    assert 1e-6 < gap(exact, near) < 0.05
+    assert all(value.dtype == torch.float32 for value in near.params.values())
+
+
 def test_usage_is_told(ragged):
     usage = Usage()
     list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=2, batch=8)], lanes=2, usage=usage))

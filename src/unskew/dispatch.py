@@ -34,7 +34,7 @@ from torch import Tensor
 from unskew.engine import settle
 from unskew.errors import UsageError
 from unskew.exchange import Client
-from unskew.lanes import LARGE, Lanes, Rows, form_of, precise
+from unskew.lanes import LARGE, SHORT, Lanes, Rows, form_of, precise
 from unskew.simulate import Diverged, Round, Training
 from unskew.timetable import Add, Load, Move, Settle, Step, Usage, Visit, bound, choose, ladder_of, schedule
 from unskew.tree import Tree, each, pick, prefix, rows, under
@@ -207,7 +207,7 @@ class Carrier:
         self.cuda, self.processes = lanes.device.type == "cuda", ranks()[1]
         self.servers, self.states = (lanes.forms[name].more(len(runs)) for name in ("server", "state"))
         self.kept: dict[tuple[int, int], Tensor] = {}  # what clients keep, as rows on the host
-        self.finished: list[dict[int, Finished]] = [{} for _ in runs]  # by place in the cohort
+        self.finished: list[list[Finished]] = [[] for _ in runs]  # in the rounds under way
         self.plans: dict[tuple[int, int, int], Future[Tree]] = {}
         self.pending: deque[Settled] = deque()
         self.diverged: dict[int, Diverged] = {}
@@ -245,7 +245,9 @@ class Carrier:
         if not loads:
             return
         visits = [visit for _, visit in loads]
-        kept = torch.stack([self._brought(visit) for visit in visits])
+        kept = self.lanes.kept.flat.new_zeros(len(visits), 0)
+        if self.lanes.kept.width:
+            kept = torch.stack([self._brought(visit) for visit in visits])
         given = []
         for visit in visits:
             training = self.runs[visit.run]
@@ -258,8 +260,6 @@ class Carrier:
 
     def _brought(self, visit: Visit) -> Tensor:
         """What a client kept, as a row on the device."""
-        if not self.lanes.kept.width:
-            return self.lanes.kept.flat.new_zeros(0)
         run, id = visit.run, self._id(visit)
         if (run, id) in self.kept:
             return self.kept[run, id].to(self.lanes.device, non_blocking=True)
@@ -277,13 +277,18 @@ class Carrier:
             sgd, ids = training.sgd(self.first[run] + visits[0].round), [self._id(visit) for visit in visits]
             sizes = [training.federation.sizes[id] for id in ids]
             uploads, kept, losses = self.lanes.finish(training, [lane for lane, _ in group], sgd, sizes)
-            losses = losses / losses.new_tensor([visit.steps for visit in visits])
+            losses = losses / self.lanes.sent(torch.tensor([visit.steps for visit in visits], dtype=losses.dtype))
             if self.processes == 1:
                 self.sums[run] = training.sum.add(self.sums[run], ids, uploads)
+                self._keep(run, ids, kept)
                 uploads = {}
-            for place, visit in enumerate(visits):
-                row = self._homeward(kept[place]) if self.processes == 1 else kept[place]
-                self.finished[run][visit.place] = Finished(rows(uploads, place), row, losses[place])
+            self.finished[run].append(Finished([visit.place for visit in visits], uploads, kept, losses))
+
+    def _keep(self, run: int, ids: Sequence[int], kept: Tensor) -> None:
+        """Bring home what clients keep."""
+        if self.lanes.kept.width:
+            for id, row in zip(ids, kept, strict=True):
+                self.kept[run, id] = self._homeward(row)
 
     def _homeward(self, value: Tensor) -> Tensor:
         """A copy on the host, which will have arrived when the round is judged."""
@@ -297,27 +302,27 @@ class Carrier:
         """The server's update; the round is judged when its loss has arrived on the host."""
         training, before, began = self.runs[run], self.last[run], self.began[run]
         ids = self.cohorts[run][before.number + 1 - self.first[run]]
-        finished = (
-            self._together(run, ids) if self.processes > 1 else [self.finished[run][at] for at in range(len(ids))]
-        )
-        self.finished[run] = {}
+        finished = self.finished[run] if self.processes == 1 else [self._together(run, ids)]
+        self.finished[run] = []
         total = training.sum.end(self.sums[run])
         params, state = settle(training.net, training.algorithm, before.params, before.state, total)
         clients = {}
-        for id, (_, row, _) in zip(ids, finished, strict=True):
-            if self.lanes.kept.width:
-                self.kept[run, id], tree = row, self.lanes.kept.trees(row)
-                clients[id] = Client(under("own", tree), under("memory", tree))
+        for id in ids if self.lanes.kept.width else ():
+            tree = self.lanes.kept.trees(self.kept[run, id])
+            clients[id] = Client(under("own", tree), under("memory", tree))
         round = training.next(before, ids, params, state, clients)
         finite = torch.stack([torch.isfinite(value).all() for value in params.values()]).all()
-        told = self._homeward(torch.stack([finite.to(total["examples"].dtype), *(loss for _, _, loss in finished)]))
+        losses = [group.losses for group in finished]
+        told = self._homeward(torch.cat([finite.to(losses[0].dtype)[None], *losses]))
+        places = [place for group in finished for place in group.places]
         ready = torch.cuda.Event() if self.cuda else None
         if ready is not None:
             ready.record()
 
         def judge() -> Round:
             finite, *losses = told.tolist()
-            return training.judged(round, losses, bool(finite), began)
+            ordered = [loss for _, loss in sorted(zip(places, losses, strict=True))]
+            return training.judged(round, ordered, bool(finite), began)
 
         settled = Settled(run, ready, judge)
         if training.recalibrated_in(round.number):  # the next round needs it now
@@ -327,19 +332,18 @@ class Carrier:
         self.pending.append(settled)
         self._begin(run)
 
-    def _together(self, run: int, ids: Sequence[int]) -> list[Finished]:
-        """What all processes' clients have sent, kept and lost: every process gets all of it, and adds it up itself."""
+    def _together(self, run: int, ids: Sequence[int]) -> Finished:
+        """What the clients of all processes have sent, kept and lost: each gets all of it, and adds it up itself."""
         form = self._form(run)
         sent = form.flat.new_zeros(len(ids), form.width)
-        for place, (upload, kept, loss) in self.finished[run].items():
-            for name, value in {**prefix("upload", upload), "kept": kept, "loss": loss}.items():
-                form.trees(sent[place])[name].copy_(value)
+        for places, uploads, kept, losses in self.finished[run]:
+            for name, value in {**prefix("upload", uploads), "kept": kept, "loss": losses}.items():
+                form.trees(sent)[name][self.lanes.sent(torch.tensor(places))] = value
         dist.all_reduce(sent)  # each row is zero everywhere but at its owner
         trees = form.trees(sent)
         self.sums[run] = self.runs[run].sum.add(self.sums[run], ids, under("upload", trees))
-        return [
-            Finished({}, self._homeward(kept), loss) for kept, loss in zip(trees["kept"], trees["loss"], strict=True)
-        ]
+        self._keep(run, ids, trees["kept"])
+        return Finished(list(range(len(ids))), {}, trees["kept"], trees["loss"])
 
     def _form(self, run: int) -> Rows:
         """The form of what a client leaves behind, learnt from a lane whatever it holds."""
@@ -386,15 +390,16 @@ class Carrier:
 
 
 class Finished(NamedTuple):
-    """What a client leaves behind."""
+    """What some clients of a run leave behind."""
 
-    upload: Tree  # where there are several processes; else it has been added already
-    kept: Tensor  # a row
-    loss: Tensor  # the mean over its steps
+    places: list[int]  # in the cohort
+    uploads: Tree  # stacked, where there are several processes; else they have been added already
+    kept: Tensor  # rows
+    losses: Tensor  # means over their steps
 
 
 def _planned(run: Training, number: int, id: int, pinned: bool) -> Tree:
     """A client's plan as the lanes take it."""
     todo = run.plan(number, id, on_host=True)
     parts: Tree = {"rows": todo.rows.to(torch.int32), **(todo.crops._asdict() if todo.crops else {})}
-    return each(Tensor.pin_memory, parts) if pinned else parts
+    return each(Tensor.pin_memory, parts) if pinned and len(todo.rows) > SHORT else parts

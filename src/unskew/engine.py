@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,11 +54,10 @@ def plan(
     size = len(indices)
     per_epoch, count = -(-size // batch), step_count(size, batch, epochs, steps)
     passes = -(-count // per_epoch)
-    order = [torch.randperm(size, generator=draw) for _ in range(passes + 1)]  # one more, to fill the last
+    order = torch.stack([torch.randperm(size, generator=draw) for _ in range(passes + 1)])  # one more fills the last
     gap = per_epoch * batch - size
-    repeats = -(-gap // size)
-    filled = [torch.cat([now, after.repeat(repeats)[:gap]]) for now, after in itertools.pairwise(order)]
-    chosen = torch.cat(filled).view(-1, batch)[:count]  # (T, B)
+    filled = torch.cat([order[:-1], order[1:].repeat(1, -(-gap // size))[:, :gap]], 1)
+    chosen = filled.view(-1, batch)[:count]  # (T, B)
     crops = draw_crops(tuple(chosen.shape), draw) if augment else None
     if crops is not None:
         crops = Crops(*(part.to(indices.device) for part in crops))

@@ -29,17 +29,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from unskew.data import Crops, Dataset
 from unskew.engine import Local, batch_of, begin, leave, local_step, network
 from unskew.errors import lookup
-from unskew.exchange import Client, Context
+from unskew.exchange import Batch, Client, Context
 from unskew.kernels import FusedConv, fused
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import derive
 from unskew.simulate import Training
-from unskew.tree import Tree, pick, prefix, under
+from unskew.tree import Tree, pick, prefix, rows, under
 
 # ---------------------------------------------------------------------------------------------- trees as rows
 
 STREAMS = 8
+SHORT = 64  # steps of a plan that is packed with others
 ALIGNED = 64  # elements: unaligned matrices are slow
 
 
@@ -102,10 +103,13 @@ def form_of(run: Training, precision: str) -> str:
 
 
 def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) -> Callable[[Dataset, Buffers], None]:
-    """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it."""
-    net = run.net
-    if form == "fused":
-        net = network(cast(Split, fused(run.model)), run.federation.data.y.device)
+    """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it.
+
+    In the form "apart" it takes the buffers of one lane.
+    """
+    model = cast(Split, fused(run.model)) if form == "fused" else run.model
+    device = run.federation.data.y.device
+    net = network(_norms_in_float32(model), device) if autocast else network(model, device)
     step = local_step(net, run.algorithm)
     axes = Context(*(0 if forms[name].places else None for name in Context._fields))  # type: ignore[arg-type]
     stepped = vmap(step, in_dims=(0, 0, axes, 0, 0), randomness="different")
@@ -113,24 +117,67 @@ def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) 
     def act(data: Dataset, lanes: Buffers) -> None:
         position = lanes["position"]
         place = torch.arange(len(position), device=position.device), position
-        rows = lanes["rows"][place].long()  # (K, B)
+        chosen = lanes["rows"][place].long()  # (K, B)
         cropped = Crops(lanes["shift"][place], lanes["flip"][place]) if run.augment else None
-        batch = batch_of(data, lanes["model"].dtype, rows, cropped)
+        batch = batch_of(data, lanes["model"].dtype, chosen, cropped)
         trees = {name: form.trees(lanes[name]) for name, form in forms.items()}
         local = Local(trees["model"], trees["velocity"], trees["steps"], lanes["loss"])
         context = Context(*(trees[name] for name in Context._fields))
         given = trees["given"]
         sgd = SGD(*(given[name] for name in SGD._fields))  # type: ignore[arg-type]  # one a lane
+        progress = position / given["count"]
         with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=autocast):
-            after = stepped(local, batch, context, position / given["count"], sgd)
-        for old, new in zip(local[:3], after[:3], strict=True):
-            for name, value in new.items():
-                if value is not old[name]:
-                    old[name].copy_(value)
+            if form == "apart":
+                local, batch, context, progress, sgd = _only(local, batch, context, progress, sgd)
+                after = step(local, batch, context, progress, sgd)
+            else:
+                after = stepped(local, batch, context, progress, sgd)
+        for name, old, new in zip(("model", "velocity", "steps"), local[:3], after[:3], strict=True):
+            for key, value in new.items():
+                if value is not old[key]:
+                    trees[name][key].copy_(value)
         lanes["loss"].copy_(after.loss)
         position.add_(1).clamp_(max=lanes["rows"].shape[1] - 1)  # a lane without a client stays inside its plan
 
     return act
+
+
+def _only(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: SGD) -> tuple[Any, ...]:
+    """The same without the axis of lanes, of which there is one."""
+    x = batch.x[0]
+    if x.is_cuda and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)  # as cuDNN's fastest kernels want it
+    model, velocity, steps, loss = local
+    one = Local(rows(model, 0), rows(velocity, 0), rows(steps, 0), loss[0])
+    numbers = SGD(*(cast(Tensor, value)[0] for value in sgd))  # type: ignore[arg-type]
+    given = Context(*(rows(cast(Tree, tree), 0) for tree in context))
+    return one, Batch(x, batch.y[0]), given, progress[0], numbers
+
+
+class _BatchNorm(nn.BatchNorm2d):
+    """Batch norm in float32 under autocast, where vmap's own rule takes no mixture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float()).to(x.dtype)
+
+
+class _GroupNorm(nn.GroupNorm):
+    """Group norm in float32 under autocast; what it gives is as wide as what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float()).to(x.dtype)
+
+
+def _norms_in_float32(model: Split) -> Split:
+    """A copy of the model whose norms compute in float32."""
+    model = copy.deepcopy(model)
+    for part in model.modules():
+        for plain, wide in ((nn.BatchNorm2d, _BatchNorm), (nn.GroupNorm, _GroupNorm)):
+            if type(part) is plain:
+                part.__class__ = wide
+    return model
 
 
 class Lanes:
@@ -274,9 +321,14 @@ class Lanes:
             lanes[part].index_copy_(0, at, self.sent(held))
         for name in ("velocity", "steps", "loss", "position"):
             lanes[name].index_fill_(0, at, 0)
-        for place, plan in zip(places, plans, strict=True):
-            for name, tensor in plan.items():
-                lanes[name][place, : len(tensor)].copy_(tensor, non_blocking=True)
+        steps = {len(plan["rows"]) for plan in plans}
+        for name in plans[0]:
+            if len(steps) == 1 and max(steps) <= SHORT:  # together, for a copy costs more than what it moves
+                packed = self.sent(torch.stack([plan[name] for plan in plans]))
+                lanes[name][:, : max(steps)].index_copy_(0, at, packed)
+                continue
+            for place, plan in zip(places, plans, strict=True):
+                lanes[name][place, : len(plan[name])].copy_(plan[name], non_blocking=True)
 
     def finish(
         self, run: Training, places: Sequence[int], sgd: SGD, examples: Sequence[int]
@@ -291,8 +343,9 @@ class Lanes:
     ) -> tuple[Tree, Tensor, Tensor]:  # fmt: skip
         """What clients leave behind, as they are."""
         at = self._index(places)
-        trees = {name: form.trees(self.buffers[name][at]) for name, form in self.forms.items()}
-        local = Local(trees["model"], trees["velocity"], trees["steps"], self.buffers["loss"][at])
+        wanted = ("model", "steps", *Context._fields)
+        trees = {name: self.forms[name].trees(self.buffers[name][at]) for name in wanted}
+        local = Local(trees["model"], {}, trees["steps"], self.buffers["loss"][at])
         context = Context(*(trees[name] for name in Context._fields))
         sizes = self.sent(torch.tensor(examples, dtype=local.loss.dtype))
 
