@@ -52,7 +52,7 @@ def plain_loop(
     data, device = run.federation.data, run.federation.data.y.device
 
     def network() -> Split:
-        return build(given.model, data.classes, 3, 32, given.norm).to(device)
+        return build(given.model, data.classes, data.channels, data.size, given.norm).to(device)
 
     model = network().train()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
