@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -60,6 +61,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no arrow shows a question mark
+    warnings.showwarning = _noted
     try:
         code = app(prog_name="unskew", standalone_mode=False)
     except click.exceptions.Exit as stop:
@@ -83,6 +85,14 @@ def main() -> None:
             raise
         code = _failed("out of memory: try --engine sequential, a smaller --batch or a smaller --model")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _noted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """A warning: ours in one line."""
+    text = f"note: {message}" if "unskew" in filename else warnings.formatwarning(message, category, filename, lineno)
+    print(text.rstrip(), file=sys.stderr)
 
 
 def _told(error: BaseException) -> str:

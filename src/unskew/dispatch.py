@@ -36,7 +36,7 @@ from unskew.errors import UsageError
 from unskew.exchange import Client
 from unskew.lanes import LARGE, SHORT, Lanes, Rows, form_of, precise
 from unskew.simulate import Diverged, Round, Training
-from unskew.timetable import Add, Load, Move, Settle, Step, Usage, Visit, bound, choose, ladder_of, schedule
+from unskew.timetable import Add, Load, Move, Step, Usage, Visit, bound, choose, ladder_of, schedule
 from unskew.tree import Tree, each, pick, prefix, rows, under
 
 COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
@@ -99,7 +99,7 @@ def train_on_lanes(
                 yield run, round
             return
         except torch.OutOfMemoryError:
-            if each_rank == 1:
+            if each_rank == 1 or processes > 1:  # the others would wait for this one
                 raise
         each_rank //= 2
         warnings.warn(f"out of memory: going on with {each_rank} lanes", stacklevel=2)
@@ -143,32 +143,34 @@ def _carried(
     with precise(precision) as autocast:  # a CUDA graph keeps the precision that it was captured in
         lanes = Lanes(runs[0], sizes, longest, autocast=autocast, **options)
     usage.begin(bound([rounds for rounds in work if rounds], each_rank * processes))
-    with ThreadPoolExecutor(2) as pool:
+    pool = ThreadPoolExecutor(2)
+    try:
         carrier = Carrier(runs, last, cohorts, lanes, pool)
         timetable = schedule(work, [processes * size for size in sizes], processes)
         for kind, operations in itertools.groupby(timetable, type):
-            for_me: list[Any] = list(operations)
-            if kind is not Step and kind is not Settle:
-                for_me = _mine(for_me, rank, processes)
+            some: list[Any] = list(operations)
             if kind is Load:
-                carrier.load(for_me)
+                carrier.load(_mine(some, rank, processes))
+            elif kind is Move:
+                for source, target in _mine(some, rank, processes):
+                    lanes.move(source, target)
+            elif kind is Step:
+                for step in some:
+                    lanes.take(step.size // processes, step.times)
+                    usage.note(step)
+                    yield from carrier.arrived()
             elif kind is Add:
-                carrier.add(for_me)
-            for operation in for_me:
-                match operation:
-                    case Move(source, target):
-                        lanes.move(source, target)
-                    case Step(size, times, _):
-                        lanes.take(size // processes, times)
-                        usage.note(operation)
-                        yield from carrier.arrived()
-                    case Settle(run):
-                        carrier.settle(run)
+                carrier.add(_mine(some, rank, processes))
+            else:
+                for (run,) in some:
+                    carrier.settle(run)
             if carrier.all_diverged:
                 break
         yield from carrier.arrived(wait=True)
         usage.end()
         carrier.complain()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _mine(operations: list[Any], rank: int, processes: int) -> list[Any]:
