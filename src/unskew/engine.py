@@ -186,7 +186,7 @@ def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
                 "an algorithm's `correct` must return a gradient of the same shape for every name that it got"
             )
         velocity = sgd.velocity(grads, learnt, local.velocity)
-        moved = each(lambda w, v: w - sgd.lr * v, learnt, velocity)
+        moved = sgd.step(learnt, velocity)
         steps = each(lambda count: count + 1, local.steps)
         if algorithm.trained is not learning:  # tensors that rest now keep value, velocity and count
             gate = {name: algorithm.trained(name, progress) > 0 for name in learnt}
