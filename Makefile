@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test test-all format golden wheel clean
+.PHONY: help demo test test-all bench format golden wheel clean
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -24,6 +24,23 @@ test-all: $(VENV)/.developing  ## the same, with the large products of cases and
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
 	$(MAKE) wheel
+
+bench: $(VENV)/.developing  ## measure speed, side by side with plain loops and peers: half an hour; on a GPU also lanes
+	$(BIN)/python benchmarks/auto.py
+	$(BIN)/python benchmarks/workers.py
+	$(BIN)/python benchmarks/peers
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) bench-gpu; fi
+
+bench-gpu: $(VENV)/.developing
+	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 12
+	$(BIN)/python benchmarks/lanes.py train --precision tf32 --rounds 4
+	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 4 --method moon
+	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 20 --runs 1 --alphas 0.1
+	$(BIN)/python benchmarks/lanes.py clients --precision bfloat16 --lanes 64
+	for form in grouped apart; do for net in "resnet18 --norm group" "mobilenetv2 --norm batch"; do \
+		$(BIN)/python benchmarks/lanes.py steps --model $$net --classes 100 --form $$form --lanes 10 --precision bfloat16 \
+			--loop eager,compiled --loop-steps 150 --repeat 50; done; done
+	$(BIN)/python benchmarks/table2.py
 
 format: $(VENV)/.developing  ## put the code into its form
 	$(BIN)/ruff format .

@@ -2,6 +2,7 @@
 
     python benchmarks/lanes.py steps --lanes 16,32,64 --precision float32,tf32,bfloat16   one step of so many lanes
     python benchmarks/lanes.py train --runs 9 --rounds 4                                  whole runs of mixed alpha
+    python benchmarks/lanes.py clients                                                    10 to 10,000 clients
 
 CCVR's setting: its CNN on CIFAR-10's shapes, 10 clients, batch 64, crops and flips, 10 epochs a round. Images are
 random unless --data names a folder with cifar10.npz.
@@ -10,19 +11,23 @@ random unless --data names a folder with cifar10.npz.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unskew.algorithms import fedavg, fedprox, moon, scaffold
 from unskew.data import Dataset, dataset, gather, normalise
-from unskew.lanes import Lanes, precise, train_on_lanes
-from unskew.models import build
-from unskew.partition import dirichlet, federate
+from unskew.dispatch import train_on_lanes
+from unskew.lanes import Lanes, precise
+from unskew.models import Split, build
+from unskew.partition import Partition, dirichlet, federate, iid
 from unskew.simulate import Training
-from unskew.timetable import Usage, bound
+from unskew.timetable import Usage
 
 METHODS = {"fedavg": fedavg, "fedprox": fedprox, "moon": moon, "scaffold": scaffold}
 
@@ -37,14 +42,35 @@ def images(folder: Path | None, classes: int) -> Dataset:
     return dataset("random", x, y, x[:10_000], y[:10_000])
 
 
-def plain_loop(run: Training, network: str, steps: int, autocast: bool) -> float:
-    """Client-steps a second of what one would write without Unskew: a model, an optimiser, batches on the device."""
+def plain_loop(
+    run: Training, given: argparse.Namespace, autocast: bool, compiled: bool
+) -> Callable[[int], float]:  # fmt: skip
+    """What one would write without Unskew: a model, an optimiser, batches on the device. It has been warmed up.
+
+    As a function of the number of steps; gives client-steps a second.
+    """
     data, device = run.federation.data, run.federation.data.y.device
-    model = build(network, data.classes, 3, 32).to(device).train()
+
+    def network() -> Split:
+        return build(given.model, data.classes, data.channels, data.size, given.norm).to(device)
+
+    model = network().train()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-5)
     todo = run.plan(1, max(range(len(run.federation.sizes)), key=run.federation.sizes.__getitem__))
     contrast = run.algorithm.penalty is moon().penalty
-    anchors = [build(network, data.classes, 3, 32).to(device).eval() for _ in range(2)] if contrast else []
+    anchors = [network().eval() for _ in range(2)] if contrast else []
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        z = model.features(x)
+        loss = torch.nn.functional.cross_entropy(model.classifier(z), y)
+        if anchors:
+            with torch.no_grad():
+                others = [anchor.features(x) for anchor in anchors]
+            near = torch.stack([torch.cosine_similarity(z, other) for other in others], 1) / 0.5
+            loss = loss + torch.nn.functional.cross_entropy(near, torch.zeros_like(y))
+        return loss
+
+    objective = torch.compile(loss_of, dynamic=False) if compiled else loss_of
 
     def go(count: int) -> float:
         synchronise(device)
@@ -55,21 +81,15 @@ def plain_loop(run: Training, network: str, steps: int, autocast: bool) -> float
             crops = type(todo.crops)(todo.crops.shift[at], todo.crops.flip[at]) if todo.crops else None
             x = normalise(gather(data.x, rows, crops), data.mean, data.std)
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                z = model.features(x)
-                loss = torch.nn.functional.cross_entropy(model.classifier(z), data.y[rows])
-                if anchors:
-                    with torch.no_grad():
-                        others = [anchor.features(x) for anchor in anchors]
-                    near = torch.stack([torch.cosine_similarity(z, other) for other in others], 1) / 0.5
-                    loss = loss + torch.nn.functional.cross_entropy(near, torch.zeros_like(data.y[rows]))
+                loss = objective(x, data.y[rows])
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
         synchronise(device)
         return count / (time.perf_counter() - began)
 
-    go(min(20, steps))
-    return go(steps)
+    go(min(20, given.loop_steps))
+    return go
 
 
 def synchronise(device: torch.device) -> None:
@@ -78,84 +98,110 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def loops(run: Training, given: argparse.Namespace, precision: str) -> dict[str, float]:
+    """The speeds of the plain loops."""
+    with precise(precision) as autocast:
+        prepared = {kind: plain_loop(run, given, autocast, kind == "compiled") for kind in given.loop.split(",")}
+        found = {kind: loop(given.loop_steps) for kind, loop in prepared.items()}
+    told = ", ".join(f"{kind} {speed:.0f}" for kind, speed in found.items())
+    print(f"{precision}: plain loop, client-steps/s: {told}", flush=True)
+    return found
+
+
+def ratios(speed: float, plain: dict[str, float]) -> str:
+    """How many times the plain loops."""
+    return ", ".join(f"{speed / slow:.1f}x {kind}" for kind, slow in plain.items())
+
+
+def measure_steps(run: Training, given: argparse.Namespace, precision: str, plain: dict[str, float]) -> None:
+    """One step of so many lanes."""
+    device = run.federation.data.y.device
+    for form, count in itertools.product(given.form.split(","), map(int, given.lanes.split(","))):
+        began = time.perf_counter()
+        with precise(precision) as autocast:
+            lanes = Lanes(run, [count], 20, autocast=autocast, compile=device.type == "cuda", form=form)
+        synchronise(device)
+        ready, began = time.perf_counter() - began, time.perf_counter()
+        lanes.take(count, given.repeat)
+        synchronise(device)
+        seconds = (time.perf_counter() - began) / given.repeat
+        print(f"  {count:4d} lanes, {form}: {1e3 * seconds:7.3f} ms a step, {count / seconds:8.0f} lane-steps/s, "
+              f"{ratios(count / seconds, plain)}, ready in {ready:.0f} s", flush=True)  # fmt: skip
+        if given.profile:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                lanes.take(count, 10)
+                synchronise(device)
+            for event in sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)[:22]:
+                print(f"      {event.self_device_time_total / 10:8.1f} us {event.count // 10:4d} x {event.key[:90]}")
+        del lanes
+
+
+def measure_training(runs: Sequence[Training], given: argparse.Namespace, precision: str) -> Usage:
+    """Whole runs together."""
+    device = runs[0].federation.data.y.device
+    usage, began = Usage(), time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    form, lanes = given.form or None, int(given.lanes) if given.lanes else None
+    for _ in train_on_lanes(runs, lanes=lanes, precision=precision, form=form, usage=usage):
+        pass
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, " if device.type == "cuda" else ""
+    took, ready = usage.ended - usage.began, usage.began - began
+    print(f"  {usage.useful} client-steps in {took:.2f} s (prepared in {ready:.0f} s), {memory}occupancy "
+          f"{usage.occupancy:.1%} (without a ladder at most {usage.bound:.1%}) at {usage.lanes} lanes, "
+          f"sizes {dict(usage.steps)}, {usage.rate:.0f} client-steps/s", flush=True)  # fmt: skip
+    return usage
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("steps", "train"))
+    parser.add_argument("command", choices=("steps", "train", "clients"))
+    parser.add_argument("--loop", default="eager", help="plain loops: eager, compiled")
+    parser.add_argument("--loop-steps", type=int, default=300)
     parser.add_argument("--lanes", default="", help="numbers of lanes; train chooses if none is given")
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--form", default="", help="of the step: grouped, fused, apart; train chooses if none is given")
     parser.add_argument("--method", default="fedavg", choices=METHODS)
     parser.add_argument("--model", default="cnn")
+    parser.add_argument("--norm")
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--alphas", default="0.5,0.1,0.05")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--loop-steps", type=int, default=300)
+    parser.add_argument("--clients", default="10,100,1000,10000", help="numbers of clients, in clients")
+    parser.add_argument("--total", type=int, default=100_000, help="client-steps of a round, in clients")
     parser.add_argument("--repeat", type=int, default=100)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     data = images(given.data, given.classes).to(given.device)
-    algorithm = METHODS[given.method]()
 
-    def run_of(alpha: float, seed: int) -> Training:
-        model = build(given.model, data.classes, 3, 32, generator=torch.Generator().manual_seed(seed))
-        federation = federate(data, dirichlet(10, alpha), seed)
-        return Training(
-            model, federation, algorithm, rounds=given.rounds, epochs=given.epochs, batch=64, augment=True, seed=seed
-        )
+    def run_of(seed: int, cut: Partition, clients: int = 10, **options: int) -> Training:
+        model = build(given.model, data.classes, 3, 32, given.norm, torch.Generator().manual_seed(seed))
+        algorithm = METHODS[given.method](clients) if given.method == "scaffold" else METHODS[given.method]()
+        options = {"rounds": given.rounds, "epochs": given.epochs, **options}
+        return Training(model, federate(data, cut, seed), algorithm, batch=64, augment=True, seed=seed, **options)
 
-    alphas = [float(alpha) for alpha in given.alphas.split(",")]
-    runs = [run_of(alphas[number % len(alphas)], number // len(alphas)) for number in range(given.runs)]
-    device = data.y.device
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    name = torch.cuda.get_device_name() if data.y.is_cuda else "cpu"
     print(f"torch {torch.__version__}, {name}, {given.model}, {given.method}", flush=True)
     for precision in given.precision.split(","):
-        with precise(precision) as autocast:
-            loop = plain_loop(runs[0], given.model, given.loop_steps, autocast)
-        print(f"{precision}: plain loop {loop:.0f} client-steps/s", flush=True)
+        if given.command == "clients":
+            for count in map(int, given.clients.split(",")):
+                print(f"{precision}, {count} clients", flush=True)
+                run = run_of(0, iid(count), count, steps=given.total // count, rounds=2)
+                measure_training([run], given, precision)
+            continue
+        alphas = [float(alpha) for alpha in given.alphas.split(",")]
+        runs = [run_of(at // len(alphas), dirichlet(10, alphas[at % len(alphas)])) for at in range(given.runs)]
+        plain = loops(runs[0], given, precision)
         if given.command == "steps":
-            for count in map(int, given.lanes.split(",")):
-                began = time.perf_counter()
-                with precise(precision):
-                    lanes = Lanes(runs[:1], [count], 20, autocast, compile=device.type == "cuda")
-                synchronise(device)
-                ready, began = time.perf_counter() - began, time.perf_counter()
-                for _ in range(given.repeat):
-                    lanes.steps[count]()
-                synchronise(device)
-                seconds = (time.perf_counter() - began) / given.repeat
-                print(f"  {count:4d} lanes: {1e3 * seconds:7.3f} ms a step, {count / seconds:8.0f} lane-steps/s, "
-                      f"{count / seconds / loop:6.1f}x, ready in {ready:.0f} s", flush=True)  # fmt: skip
-                if given.profile:
-                    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                        for _ in range(10):
-                            lanes.steps[count]()
-                        synchronise(device)
-                    for event in sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)[:22]:
-                        spent = event.self_device_time_total / 10
-                        print(f"      {spent:8.1f} us {event.count // 10:4d} x {event.key[:90]}")
-                    if autocast and device.type == "cuda":
-                        from unskew import kernels_triton
-
-                        for kernel in (kernels_triton._forward, kernels_triton._weights, kernels_triton._inputs):
-                            print("      chosen:", *{str(chosen) for chosen in kernel.cache.values()}, sep="\n        ")
-                del lanes
+            measure_steps(runs[0], given, precision, plain)
         else:
-            count = int(given.lanes) if given.lanes else None
-            usage, began = Usage(), time.perf_counter()
-            for _ in train_on_lanes(runs, lanes=count, precision=precision, usage=usage):
-                pass
-            synchronise(device)
-            ready, seconds = usage.began - began, time.perf_counter() - usage.began
-            work = [[[run.count(id) for id in range(len(run.federation.sizes))]] * given.rounds for run in runs]
-            most = max(usage.steps)
-            print(f"  {usage.useful} client-steps in {seconds:.2f} s (prepared in {ready:.0f} s), occupancy "
-                  f"{usage.occupancy:.1%} (without a ladder at most {bound(work, most):.1%}) at {most} lanes, "
-                  f"sizes {dict(usage.steps)}")  # fmt: skip
-            print(f"  {usage.useful / seconds:.0f} client-steps/s, {usage.useful / seconds / loop:.1f}x", flush=True)
+            usage = measure_training(runs, given, precision)
+            print(f"  {ratios(usage.rate, plain)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,8 @@ def tiny(data: Path, **changed: Any) -> list[str]:
 def result_of(out: Path) -> dict[str, Any]:
     """All that a finished run has found, apart from how long it took."""
     records = [
-        {key: value for key, value in record.items() if key != "seconds"} for record in read(out / "records.jsonl")
+        {key: value for key, value in record.items() if key not in ("seconds", "speed")}
+        for record in read(out / "records.jsonl")
     ]
     models = {path.name: load_tree(path) for path in sorted(out.glob("*.safetensors"))}
     about = {name: json.loads(metadata.get("unskew", "0")) for name, (_, metadata) in models.items()}

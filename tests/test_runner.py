@@ -4,7 +4,10 @@ import errno
 import itertools
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from commands import blobs, child_of, result_of, snapshot, subprocess_of, tiny, unskew
+from commands import ENVIRONMENT, blobs, child_of, result_of, snapshot, subprocess_of, tiny, unskew
 from unskew import Experiment, UnskewError, UsageError, batches, load, load_model, run, score
 from unskew.errors import DataError
 from unskew.experiments.folder import load_round, save_round, stored
@@ -695,3 +698,54 @@ def test_central_training_keeps_the_model_and_the_loss_of_a_method(data, tmp_pat
     weight = model.classifier.weight
     assert (weight @ weight.T - torch.eye(3)).abs().max() < 1e-6
     assert records[1]["loss"] < 0.5  # a squared error: the cross entropy of three classes begins near 1.1
+
+
+# ---------------------------------------------------------------------------------------------- speed
+
+
+def test_a_run_says_how_fast_it_was_and_how_busy_its_lanes_were(data, tmp_path) -> None:
+    *_, end = run(experiment_of(data, engine="lanes", lanes=2), tmp_path / "lanes")
+    assert end["speed"]["lanes"] == 2
+    assert 0 < end["speed"]["occupancy"] <= 1
+    assert 0 < end["speed"]["bound"] <= 1
+    *_, end = run(experiment_of(data), tmp_path / "plain")
+    assert end["speed"].keys() == {"client_steps", "client_steps_per_second"}
+    answer = unskew("run", *tiny(data, engine="lanes", lanes=2, rounds=4), "--out", tmp_path / "told")
+    assert answer.code == 0, answer.err
+    assert re.search(r"round 4 of 4: .*, [\d,]+ client-steps/s, lanes \d+% busy", answer.err)
+    assert re.search(r"2 lanes were busy in [\d.]+% of their steps \(without a ladder at most [\d.]+%\)", answer.out)
+
+
+def test_an_engine_that_is_picked_is_said_and_kept(data, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("unskew.choice.WORTH", 1)
+    monkeypatch.setattr("unskew.choice._remembered", lambda *_: {"sequential": 1.0, "batched": 2.0, "workers": 3.0})
+    answer = unskew("run", *tiny(data, engine="auto"), "--out", tmp_path / "run")
+    assert answer.code == 0, answer.err
+    assert "engine: workers (client-steps/s: sequential 1, batched 2, workers 3)" in answer.err
+    assert stored(tmp_path / "run").engine == "workers"
+    monkeypatch.setattr("unskew.choice._remembered", lambda *_: {"sequential": 9.0, "batched": 2.0})
+    assert unskew("run", "--resume", "--out", tmp_path / "run").code == 0
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_run(data, tmp_path) -> None:
+    """As torchrun starts them: the first one writes, and the results are those of one process."""
+    out = tmp_path / "two"
+    command = [
+        sys.executable,
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "unskew"],
+    ]
+    given = ["run", *map(str, tiny(data, engine="lanes", lanes=4)), "--out", str(out)]
+    answer = subprocess.run([*command, *given], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("Written to") == 1
+    assert unskew("run", *tiny(data, engine="lanes", lanes=4), "--out", tmp_path / "one").code == 0
+    mine, theirs = (result_of(path) for path in (out, tmp_path / "one"))
+    accuracies = [[record.get("accuracy") for record in found["records"]] for found in (mine, theirs)]
+    assert accuracies[0] == accuracies[1]
+    refused = subprocess.run(
+        [*command, "run", *map(str, tiny(data, engine="sequential")), "--out", str(tmp_path / "no")],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert refused.returncode != 0
+    assert "there are 2 processes: use --engine lanes" in refused.stderr

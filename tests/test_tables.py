@@ -5,6 +5,7 @@ import re
 import signal
 import statistics
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from unskew import Experiment
 from unskew.experiments import tables
 from unskew.experiments.tables import Cell, Result, Table, cells, digits, filled, markdown
 from unskew.methods import method
+from unskew.timetable import Usage
 
 
 @pytest.fixture
@@ -26,8 +28,6 @@ def small(tmp_path, monkeypatch):
         from unskew.experiments.tables import _seeded
 
         rows = {"FedAvg": {}, "FedProx": {"method": "fedprox"}, "Wild": {"lr": 1e30, "rounds": 3}}
-        from dataclasses import replace
-
         return Table(
             "Small", {name: _seeded(replace(plain, **given), range(2)) for name, given in rows.items()}, "A note."
         )
@@ -77,6 +77,27 @@ def test_a_table_is_filled_and_kept(small, tmp_path, jobs):
     assert all(path.stat().st_mtime_ns == before[path] for path in finished)
 
 
+def test_a_table_on_lanes_is_the_same(small, tmp_path):
+    """FedAvg and the run that diverges share lanes, FedProx has its own; a table that was stopped goes on."""
+    alone = cells(small, list(filled(small, tmp_path / "alone", 1)))
+    rows = {row: [replace(made, engine="lanes") for made in some] for row, some in small.rows.items()}
+    lanes, usage = small._replace(rows=rows), Usage()
+    some = filled(lanes, tmp_path / "runs", 1, usage)
+    first = next(some)
+    some.close()
+    results = list(filled(lanes, tmp_path / "runs", 1, usage))
+    assert (first.row, first.seed) in {(result.row, result.seed) for result in results}
+    found = cells(lanes, results)
+    assert found["Wild"] == {}
+    for row in ("FedAvg", "FedProx"):
+        for name in ("none", "ffc"):
+            assert sorted(found[row][name].values) == pytest.approx(sorted(alone[row][name].values), abs=1e-6)
+    end = [result.records[-1] for result in results if result.row == "FedProx"]
+    assert {record["speed"]["runs"] for record in end} == {2}
+    assert all(0 < record["speed"]["occupancy"] <= 1 for record in end)
+    assert usage.occupancy > 0
+
+
 def test_a_cell_is_mean_and_sample_deviation():
     assert str(Cell([90.0, 92.0, 97.0])) == f"93.0 ± {statistics.stdev([90, 92, 97]):.1f}"
     assert str(Cell([90.0])) == "90.0"
@@ -112,6 +133,10 @@ def test_the_command(small, tmp_path):
     assert "| Wild | diverged | diverged |" in text
     assert "`unskew table small`" in text
     assert "run 6 of 6" in answer.err
+    again = unskew("table", "small", "--engine", "lanes", "--write", "lanes.md")
+    assert again.code == 0, again.err
+    assert (tmp_path / "lanes.md").read_text().splitlines()[6:] == text.splitlines()[6:]
+    assert unskew("table", "small", "--precision", "half").code == 2
     (tmp_path / "folder").mkdir()
     for place, reason in (("folder", "it is a folder"), ("/proc/no/t.md", "No such file")):
         refused = unskew("table", "small", "--write", place)

@@ -14,13 +14,13 @@ WORK = st.lists(  # runs of rounds of clients' steps
 )
 
 
-@given(WORK, st.integers(1, 12))
+@given(WORK, st.integers(1, 12), st.integers(1, 3))
 @settings(max_examples=200, deadline=None)
-def test_every_client_gets_its_steps_and_every_round_its_clients(work, lanes):
-    ladder = ladder_of(lanes)
+def test_every_client_gets_its_steps_and_every_round_its_clients(work, lanes, ranks):
+    ladder, lanes = [ranks * rung for rung in ladder_of(lanes)], ranks * lanes
     on, taken, reached = {}, Counter(), [0] * len(work)
     added = Counter()
-    for operation in schedule(work, ladder):
+    for operation in schedule(work, ladder, ranks):
         match operation:
             case Load(lane, visit):
                 assert lane < lanes
@@ -29,6 +29,7 @@ def test_every_client_gets_its_steps_and_every_round_its_clients(work, lanes):
                 on[lane] = visit
             case Move(source, target):
                 assert target not in on
+                assert target % ranks == source % ranks
                 on[target] = on.pop(source)
             case Step(size, times, busy):
                 assert size in ladder

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     )
     from unskew.costs import Traffic as Traffic, traffic as traffic
     from unskew.data import Dataset as Dataset, dataset as dataset, load as load
+    from unskew.dispatch import train_on_lanes as train_on_lanes
     from unskew.engine import batched as batched, installed as installed, sequential as sequential
     from unskew.errors import DataError as DataError, UnskewError as UnskewError, UsageError as UsageError
     from unskew.evaluate import Scores as Scores, batches as batches, score as score
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
         ffc as ffc,
         oracle as oracle,
     )
-    from unskew.lanes import train_on_lanes as train_on_lanes
     from unskew.methods import Method as Method, method as method
     from unskew.models import Split as Split, body as body, build as build, head as head, split as split
     from unskew.optim import (
@@ -93,6 +93,7 @@ if TYPE_CHECKING:
         spherical as spherical,
         unit_features as unit_features,
     )
+    from unskew.workers import Workers as Workers
 
 __version__ = "0.1.0"
 
@@ -130,7 +131,7 @@ _HOMES = {
     "evaluate": ["Scores", "batches", "score"],
     "experiments": ["Experiment", "load_model", "run"],
     "heads": ["Calibrator", "calibrate", "ccvr", "ffc", "oracle"],
-    "lanes": ["train_on_lanes"],
+    "dispatch": ["train_on_lanes"],
     "methods": ["Method", "method"],
     "models": ["Split", "body", "build", "head", "split"],
     "optim": ["adagrad", "adam", "constant", "cosine", "momentum", "multistep", "yogi"],
@@ -140,6 +141,7 @@ _HOMES = {
     "statistics": ["FeatureStats", "collect"],
     "sums": ["Sum", "plain_sum"],
     "variants": ["clsnorm", "fixed_classifier", "projection", "spherical", "unit_features"],
+    "workers": ["Workers"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

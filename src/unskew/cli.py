@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -22,15 +23,25 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)  # fmt: skip
 from rich.table import Table
+from rich.text import Text
 
 from unskew import __version__
-from unskew.console import report, show, summary, table_of
+from unskew.console import report, show, speed, summary, table_of
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
 from unskew.results import Record
 from unskew.specs import defaults_of, without_folders
+from unskew.timetable import Usage
 
 DEMO = Experiment(
     norm="none", rounds=10, epochs=5, batch=32, calibrate="ccvr,ffc,oracle"
@@ -50,6 +61,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no arrow shows a question mark
+    warnings.showwarning = _noted
     try:
         code = app(prog_name="unskew", standalone_mode=False)
     except click.exceptions.Exit as stop:
@@ -73,6 +85,14 @@ def main() -> None:
             raise
         code = _failed("out of memory: try --engine sequential, a smaller --batch or a smaller --model")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _noted(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    """A warning: ours in one line."""
+    text = f"note: {message}" if "unskew" in filename else warnings.formatwarning(message, category, filename, lineno)
+    print(text.rstrip(), file=sys.stderr)
 
 
 def _told(error: BaseException) -> str:
@@ -138,9 +158,32 @@ def run(
     else:
         experiment = Experiment(**given)
     out = out or Path("runs") / _name(experiment)
-    records = _followed(experiment, out, resume, as_json)
+    with _processes() as rank:
+        if rank > 0:
+            from unskew.experiments.runner import run as follow
+
+            list(follow(experiment, out))
+            return
+        records = _followed(experiment, out, resume, as_json)
     if not as_json:
         report(records, out)
+
+
+@contextlib.contextmanager
+def _processes() -> Iterator[int]:
+    """Join the processes that torchrun has started, one for each GPU; gives this one's rank."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield 0
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield torch.distributed.get_rank()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _absolute(given: dict[str, Any]) -> dict[str, Any]:
@@ -179,8 +222,9 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
     records: list[Record] = []
     try:
         with bar(f"downloading {experiment.data}") as progress:
-            running = run(experiment, out, resume, progress)
-            records.extend(map(_printed, running) if as_json else _watched(running, experiment.rounds))
+            usage = Usage()
+            running = run(experiment, out, resume, progress, usage)
+            records.extend(map(_printed, running) if as_json else _watched(running, experiment.rounds, usage))
         run_plots(records, out)
     except (KeyboardInterrupt, OSError) as error:
         if isinstance(error, BrokenPipeError) or not holds_run(out):
@@ -199,13 +243,27 @@ def _printed(record: Record) -> Record:
     return record
 
 
-def _watched(records: Iterator[Record], rounds: int) -> Iterator[Record]:
+class _Speed(ProgressColumn):
+    """Useful client-steps a second, and how busy the lanes are, as they are now."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__()
+        self.usage = usage
+
+    def render(self, task: Task) -> Text:
+        """What the column shows."""
+        return Text(speed(self.usage) if self.usage.useful else "")
+
+
+def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[Record]:
     """Pass the records on, with a bar that moves each round."""
     text = TextColumn("{task.description}"), TextColumn("{task.fields[now]}")
-    columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text[1])
+    columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage), text[1])
     with contextlib.ExitStack() as shown:
         for record in records:
             if record["kind"] == "start":  # not earlier: a refusal stands alone
+                if "picked" in record:
+                    print("engine: {engine} ({reason})".format(**record["picked"]), file=sys.stderr, flush=True)
                 progress = shown.enter_context(Progress(*columns, console=Console(stderr=True)))
                 task = progress.add_task("training", total=rounds, now="")
             elif record["kind"] == "round":
@@ -216,7 +274,7 @@ def _watched(records: Iterator[Record], rounds: int) -> Iterator[Record]:
                 )
                 progress.update(task, completed=record["round"], now=now, description=doing)
                 if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
-                    print(f"round {record['round']} of {rounds}: {now}", file=sys.stderr, flush=True)
+                    print(f"round {record['round']} of {rounds}: {now}, {speed(usage)}", file=sys.stderr, flush=True)
             elif record["kind"] in ("calibration", "personal"):
                 done = "calibrated" if record["kind"] == "calibration" else "personal models"
                 progress.update(task, description=f"{done}: {record['name']}")
@@ -255,7 +313,16 @@ def _remove_demo(folder: Path) -> None:
     if not holds_run(folder):
         return
     held = asdict(stored(folder))
-    free = {"seed", "cut_seed", "device", "engine", "threads", "model"}  # what differs between demos
+    free = {
+        "seed",
+        "cut_seed",
+        "device",
+        "engine",
+        "threads",
+        "model",
+        "lanes",
+        "form",
+    }  # what differs between demos
     written = re.compile(
         r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
         r"|(labels|history|per_class|personal)\.png|\..*\.tmp"
@@ -275,8 +342,11 @@ def _remove_demo(folder: Path) -> None:
 @click.argument("name")
 @click.option("--out", default="runs/tables", type=PATH, show_default=True, help="folder for the runs")
 @click.option("--write", type=PATH, show_default="results/NAME.md", help="the file to write")
-@click.option("--jobs", type=click.IntRange(1), show_default="the CPU's cores", help="runs at a time")
-def fill_table(name: str, out: Path, write: Path | None, jobs: int | None) -> None:
+@click.option("--jobs", type=click.IntRange(1), show_default="the CPU's cores", help="runs at a time, but of lanes")
+@click.option("--engine", help="of all runs; lanes: those that can share lanes are trained together")
+@click.option("--precision", help="of all runs, on lanes and a GPU")
+@click.option("--device", help="of all runs")
+def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **options: str | None) -> None:
     """Run all of a table, print it and write it as markdown.
 
     NAME is one of `unskew list tables`. Runs that are finished are kept: a table that was stopped goes on.
@@ -285,6 +355,9 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None) -> No
     from unskew.results import write_text
 
     table = lookup("table", name, tables)()
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}
+    table = table._replace(rows=rows)
     write = write or Path("results") / f"{name}.md"
     try:
         write.parent.mkdir(parents=True, exist_ok=True)
@@ -294,16 +367,23 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None) -> No
         raise UsageError(f"--write {write}: {error.strerror or error}; choose another file") from None
     total = sum(map(len, table.rows.values()))
     results = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    usage = Usage()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        _Speed(usage),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(name, total=total)
         try:
-            for result in filled(table, out, jobs or os.cpu_count() or 1):
+            for result in filled(table, out, jobs or os.cpu_count() or 1, usage):
                 results.append(result)
                 progress.advance(task)
                 if not progress.console.is_terminal:
-                    about = f"{result.row}, seed {result.seed}"
-                    print(f"run {len(results)} of {total}: {about}", file=sys.stderr, flush=True)
+                    done = f"{result.row}, seed {result.seed}"
+                    print(f"run {len(results)} of {total}: {done}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             failed = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
             raise click.exceptions.Exit(_failed(failed)) from None

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from unskew.results import Record
 from unskew.specs import without_folders
+from unskew.timetable import Usage
 
 
 def show(thing: str | Table = "") -> None:
@@ -47,7 +48,26 @@ def report(records: list[Record], out: Path) -> None:
         again = start["bytes"].get("recalibration")
         more = f"; for each recalibration {size(again['down'])} and {size(again['up'])}" if again else ""
         show(f"In each round a client received {down} and sent {up}{more}.")
+    fast = records[-1].get("speed", {})
+    if fast:
+        show(_fast(start["experiment"]["engine"], fast))
     show(f"Written to {out}: records, models, plots")
+
+
+def _fast(engine: str, fast: Record) -> str:
+    """How fast it was, and how well lanes were used."""
+    text = f"Trained by the engine {engine} at {fast['client_steps_per_second']:,.0f} client-steps/s"
+    if "lanes" not in fast:
+        return text + "."
+    return (
+        f"{text}; {fast['lanes']} lanes were busy in {fast['occupancy']:.1%} of their steps (without a ladder at most "
+        f"{fast['bound']:.1%})."
+    )
+
+
+def speed(usage: Usage) -> str:
+    """Client-steps a second so far, and the share of lanes' steps that train somebody."""
+    return f"{usage.rate:,.0f} client-steps/s" + (f", lanes {usage.occupancy:.0%} busy" if usage.steps else "")
 
 
 def _calibrations(made: list[Record]) -> Table:

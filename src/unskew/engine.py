@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,11 +54,10 @@ def plan(
     size = len(indices)
     per_epoch, count = -(-size // batch), step_count(size, batch, epochs, steps)
     passes = -(-count // per_epoch)
-    order = [torch.randperm(size, generator=draw) for _ in range(passes + 1)]  # one more, to fill the last
+    order = torch.stack([torch.randperm(size, generator=draw) for _ in range(passes + 1)])  # one more fills the last
     gap = per_epoch * batch - size
-    repeats = -(-gap // size)
-    filled = [torch.cat([now, after.repeat(repeats)[:gap]]) for now, after in itertools.pairwise(order)]
-    chosen = torch.cat(filled).view(-1, batch)[:count]  # (T, B)
+    filled = torch.cat([order[:-1], order[1:].repeat(1, -(-gap // size))[:, :gap]], 1)
+    chosen = filled.view(-1, batch)[:count]  # (T, B)
     crops = draw_crops(tuple(chosen.shape), draw) if augment else None
     if crops is not None:
         crops = Crops(*(part.to(indices.device) for part in crops))
@@ -188,7 +186,7 @@ def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
                 "an algorithm's `correct` must return a gradient of the same shape for every name that it got"
             )
         velocity = sgd.velocity(grads, learnt, local.velocity)
-        moved = each(lambda w, v: w - sgd.lr * v, learnt, velocity)
+        moved = sgd.step(learnt, velocity)
         steps = each(lambda count: count + 1, local.steps)
         if algorithm.trained is not learning:  # tensors that rest now keep value, velocity and count
             gate = {name: algorithm.trained(name, progress) > 0 for name in learnt}
@@ -287,6 +285,35 @@ class Outcome(NamedTuple):
 Engine = Callable[[Network, Algorithm, SGD, Dataset, Tree, Tree, Cohort, Sum], Outcome]
 
 
+class Visited(NamedTuple):
+    """What a client has done in a round."""
+
+    upload: Tree
+    client: Client  # what stays with it
+    loss: float  # mean over its steps
+
+
+Visit = Callable[[int, Client, Plan, int], Visited]
+
+
+def alone(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visit:
+    """A client's work in a round, as a function: `visit(id, client, plan, examples)`."""
+    step = local_step(net, algorithm)
+
+    def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:
+        context = Context(params, {**params, **client.own}, sent, client.memory, algorithm.numbers)
+        local, count = begin(net, algorithm, context.start), len(todo.rows)
+        with _noise(todo.noise, params):
+            for t in range(count):
+                with noted(f"while training client {id}, step {t + 1} of {count}"):
+                    batch = batch_of(data, _like(params).dtype, todo.rows[t], _at(todo.crops, t))
+                    local = step(local, batch, context, _number(params, t / count), sgd)
+        upload, client = leave(net, algorithm, sgd, local, context, _number(params, size))
+        return Visited(upload, client, local.loss.item() / max(count, 1))
+
+    return visit
+
+
 def sequential(
     net: Network,
     algorithm: Algorithm,
@@ -298,20 +325,13 @@ def sequential(
     sum: Sum,
 ) -> Outcome:
     """The specification: one client after the other."""
-    step, sent = local_step(net, algorithm), pick(state, algorithm.sent)
+    visit = alone(net, algorithm, sgd, data, params, pick(state, algorithm.sent))
     total, after, losses = sum.begin(cohort.ids), [], []
     for id, client, todo, size in zip(*cohort, strict=True):
-        context = Context(params, {**params, **client.own}, sent, client.memory, algorithm.numbers)
-        local, count = begin(net, algorithm, context.start), len(todo.rows)
-        with _noise(todo.noise, params):
-            for t in range(count):
-                with _noted(f"client {id}, step {t + 1} of {count}"):
-                    batch = batch_of(data, _like(params).dtype, todo.rows[t], _at(todo.crops, t))
-                    local = step(local, batch, context, _number(params, t / count), sgd)
-        upload, client = leave(net, algorithm, sgd, local, context, _number(params, size))
+        upload, client, loss = visit(id, client, todo, size)
         total = sum.add(total, [id], stack([upload]))
         after.append(client)
-        losses.append(local.loss.item() / max(count, 1))
+        losses.append(loss)
     return Outcome(*settle(net, algorithm, params, state, sum.end(total)), after, losses)
 
 
@@ -345,7 +365,7 @@ def batched(
         for last in reversed(range(len(order))):  # the shortest client that is left
             shares = torch.tensor(counts[: last + 1], dtype=_like(params).dtype, device=_like(params).device)
             while t < counts[last]:
-                with _noted(f"clients {ids[: last + 1]}, step {t + 1}"):
+                with noted(f"while training clients {ids[: last + 1]}, step {t + 1}"):
                     crops = _at(todo.crops, (slice(last + 1), t))
                     batch = batch_of(data, _like(params).dtype, todo.rows[: last + 1, t], crops)
                     local = step(local, batch, context, t / shares, sgd)
@@ -409,10 +429,21 @@ def _noise(seed: int, params: Tree) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noted(place: str) -> Iterator[None]:
+def noted(place: str) -> Iterator[None]:
     """Say where a failure happened."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"while training {place}")
+        error.add_note(place)
         raise
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads meanwhile: results on a CPU depend on it in their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

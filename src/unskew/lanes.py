@@ -1,90 +1,115 @@
-"""Lanes: continuous batching of clients, for many runs at once.
+"""Lanes: what they hold, and the step that all of them take at once.
 
-A lane trains one client. When that client's steps are done, its upload goes into its run's sum and the lane takes the
-next client that waits, of whatever run. So a straggler with half of the data leaves no lane idle, shapes never change
-(one compiled step, one CUDA graph for each number of lanes on a ladder), and training takes the memory of the lanes,
-however many clients there are; what clients keep between rounds is still held on the device too.
-`unskew.timetable` says which client is on which lane when.
+A lane trains one client. Its tensors are rows of flat buffers, so that clients come and go by a few copies, shapes
+never change, and one compiled step, one CUDA graph, serves whoever is on the lanes. `unskew.timetable` says which
+client is on which lane when; `unskew.dispatch` carries it out.
 
-    Rows            trees of all lanes as rows of one tensor
-    lane_step       one SGD step of the first lanes: gather, crop, normalise, then `local_step` under `vmap`
-    Lanes           what the lanes hold, and their step: traced, compiled and captured on a GPU, plain on a CPU
-    train_on_lanes  carries a timetable out and yields each run's rounds as they end
+    Rows        trees of all lanes as rows of one tensor
+    lane_step   one SGD step of some lanes: gather, crop, normalise, then `local_step` under `vmap`
+    Lanes       the buffers, and their step: traced, compiled and captured on a GPU, plain on a CPU
 
-Runs can share lanes when their local step is the same program: the same network, data, batch and the same functions
-of their algorithms. Seeds, cuts, learning rates, `numbers` such as FedProx's mu, rounds and the server's side may
-differ. The results are those of `sequential` up to rounding: each client's batches come from its own plan.
+Weights of its own for every lane make a convolution a grouped one, which cuDNN runs well for some sizes only. So there
+are three forms of a step. Grouped: all lanes at once, as vmap makes it. Fused: the same, with the kernels of
+`unskew.kernels` where they fit; best for a few channels. Apart: each lane by itself, on streams beside each other;
+best for a large network, whose plain convolutions fill the GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from unskew.data import Crops, Dataset
-from unskew.engine import Local, Outcome, batch_of, begin, leave, local_step, network, settle
-from unskew.errors import UsageError, lookup
-from unskew.exchange import Client, Context
-from unskew.kernels import fused
+from unskew.engine import Local, batch_of, begin, leave, local_step, network
+from unskew.errors import lookup
+from unskew.exchange import Batch, Client, Context
+from unskew.kernels import FusedConv, fused
 from unskew.models import Split
 from unskew.optim import SGD
-from unskew.simulate import Round, Training
-from unskew.timetable import Add, Load, Move, Settle, Step, Usage, Visit, choose, ladder_of, schedule
-from unskew.tree import Tree, each, pick, stack
+from unskew.seeds import derive
+from unskew.simulate import Training
+from unskew.tree import Tree, pick, prefix, rows, under
 
 # ---------------------------------------------------------------------------------------------- trees as rows
 
+STREAMS = 8
+SHORT = 64  # steps of a plan that is packed with others
 ALIGNED = 64  # elements: unaligned matrices are slow
 
 
 class Rows:
     """Trees of one form, each a row of one tensor, so that a client is moved by one copy."""
 
-    def __init__(self, like: Tree, rows: int) -> None:
-        self.shapes = {name: value.shape for name, value in like.items()}
+    def __init__(self, form: Tree, like: Tensor, rows: int = 0) -> None:
+        self.shapes = {name: value.shape for name, value in form.items()}
         self.places: dict[str, tuple[int, int]] = {}
-        width = 0
-        for name, value in like.items():
-            self.places[name] = (width, width + value.numel())
-            width += -(-max(value.numel(), 1) // ALIGNED) * ALIGNED
-        example = next(iter(like.values()), torch.zeros(()))
-        self.flat = torch.zeros(rows, width, dtype=example.dtype, device=example.device)
+        self.width = 0
+        for name, value in form.items():
+            self.places[name] = (self.width, self.width + value.numel())
+            self.width += -(-max(value.numel(), 1) // ALIGNED) * ALIGNED
+        self.flat = like.new_zeros(rows, self.width)
+
+    def more(self, rows: int) -> Rows:
+        """Other rows of the same form."""
+        made = copy.copy(self)
+        made.flat = self.flat.new_zeros(rows, self.width)
+        return made
 
     def trees(self, flat: Tensor) -> Tree:
-        """Views of (K, width) by name, (K, ...) each."""
+        """Views by name of one row, (width), or of several, (K, width)."""
         return {
-            name: flat[:, start:end].view(len(flat), *self.shapes[name]) for name, (start, end) in self.places.items()
+            name: flat[..., start:end].view((*flat.shape[:-1], *self.shapes[name]))
+            for name, (start, end) in self.places.items()
         }
 
-    def tree(self, row: int) -> Tree:
-        """Views of one row by name."""
-        return {name: self.flat[row, start:end].view(self.shapes[name]) for name, (start, end) in self.places.items()}
+    def packed(self, tree: Tree, count: tuple[int, ...]) -> Tensor:
+        """A tree as a new row, count = (), or stacked ones as rows, count = (K,)."""
+        made = self.flat.new_zeros(*count, self.width)
+        for name, view in self.trees(made).items():
+            view.copy_(tree[name])
+        return made
 
     def write(self, row: int, tree: Tree) -> None:
         """Copy the values of some names into a row."""
-        mine = self.tree(row)
+        mine = self.trees(self.flat[row])
         for name, value in tree.items():
             mine[name].copy_(value, non_blocking=True)
 
 
 # ---------------------------------------------------------------------------------------------- the step
 
+OPTIONS: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": False}  # of the compiler: join small ones
 Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its first axis
 
 
-def lane_step(run: Training, forms: dict[str, Rows], crops: bool, autocast: bool) -> Callable[[Dataset, Buffers], None]:
-    """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it."""
-    net = run.net
-    if run.federation.data.y.is_cuda and autocast:  # in float32 cuDNN's grouped convolutions are faster
-        net = network(cast(Split, fused(run.model)), run.federation.data.y.device)
+FORMS = ("grouped", "fused", "apart")
+LARGE = 1_000_000  # parameters of a network that fills a GPU by itself
+
+
+def form_of(run: Training, precision: str) -> str:
+    """The form that pays, by a rule of thumb."""
+    if not run.federation.data.y.is_cuda:
+        return "grouped"
+    if precision != "float32" and any(isinstance(part, FusedConv) for part in fused(run.model).modules()):
+        return "fused"
+    return "apart" if sum(value.numel() for value in run.net.tree.values()) >= LARGE else "grouped"
+
+
+def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) -> Callable[[Dataset, Buffers], None]:
+    """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it.
+
+    In the form "apart" it takes the buffers of one lane.
+    """
+    model = cast(Split, fused(run.model)) if form == "fused" else run.model
+    device = run.federation.data.y.device
+    net = network(_norms_in_float32(model), device) if autocast else network(model, device)
     step = local_step(net, run.algorithm)
     axes = Context(*(0 if forms[name].places else None for name in Context._fields))  # type: ignore[arg-type]
     stepped = vmap(step, in_dims=(0, 0, axes, 0, 0), randomness="different")
@@ -92,93 +117,141 @@ def lane_step(run: Training, forms: dict[str, Rows], crops: bool, autocast: bool
     def act(data: Dataset, lanes: Buffers) -> None:
         position = lanes["position"]
         place = torch.arange(len(position), device=position.device), position
-        rows = lanes["rows"][place].long()  # (K, B)
-        cropped = Crops(lanes["shift"][place], lanes["flip"][place]) if crops else None
-        batch = batch_of(data, lanes["model"].dtype, rows, cropped)
-        trees = {name: forms[name].trees(lanes[name]) for name in forms}
+        chosen = lanes["rows"][place].long()  # (K, B)
+        cropped = Crops(lanes["shift"][place], lanes["flip"][place]) if run.augment else None
+        batch = batch_of(data, lanes["model"].dtype, chosen, cropped)
+        trees = {name: form.trees(lanes[name]) for name, form in forms.items()}
         local = Local(trees["model"], trees["velocity"], trees["steps"], lanes["loss"])
         context = Context(*(trees[name] for name in Context._fields))
-        sgd = SGD(lanes["lr"], lanes["momentum"], lanes["weight_decay"])  # type: ignore[arg-type]  # one a lane
+        given = trees["given"]
+        sgd = SGD(*(given[name] for name in SGD._fields))  # type: ignore[arg-type]  # one a lane
+        progress = position / given["count"]
         with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=autocast):
-            after = stepped(local, batch, context, position / lanes["count"], sgd)
-        for old, new in zip(local[:3], after[:3], strict=True):
-            for name, value in new.items():
-                if value is not old[name]:
-                    old[name].copy_(value)
+            if form == "apart":
+                local, batch, context, progress, sgd = _only(local, batch, context, progress, sgd)
+                after = step(local, batch, context, progress, sgd)
+            else:
+                after = stepped(local, batch, context, progress, sgd)
+        for name, old, new in zip(("model", "velocity", "steps"), local[:3], after[:3], strict=True):
+            for key, value in new.items():
+                if value is not old[key]:
+                    trees[name][key].copy_(value)
         lanes["loss"].copy_(after.loss)
         position.add_(1).clamp_(max=lanes["rows"].shape[1] - 1)  # a lane without a client stays inside its plan
 
     return act
 
 
-# ---------------------------------------------------------------------------------------------- carrying it out
+def _only(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: SGD) -> tuple[Any, ...]:
+    """The same without the axis of lanes, of which there is one."""
+    x = batch.x[0]
+    if x.is_cuda and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)  # as cuDNN's fastest kernels want it
+    model, velocity, steps, loss = local
+    one = Local(rows(model, 0), rows(velocity, 0), rows(steps, 0), loss[0])
+    numbers = SGD(*(cast(Tensor, value)[0] for value in sgd))  # type: ignore[arg-type]
+    given = Context(*(rows(cast(Tree, tree), 0) for tree in context))
+    return one, Batch(x, batch.y[0]), given, progress[0], numbers
 
 
-def check_shareable(runs: Sequence[Training]) -> None:
-    """Refuse runs whose local steps are not the same program."""
-    first = runs[0]
-    for run in runs[1:]:
-        if run.federation.data is not first.federation.data:
-            raise UsageError("runs that share lanes must have the same data set: load it once")
-        if (run.batch, run.augment) != (first.batch, first.augment):
-            raise UsageError("runs that share lanes must have the same batch and augmentation")
-        if program(run) != program(first):
-            raise UsageError("runs that share lanes must have the same network and the same local step")
+class _BatchNorm(nn.BatchNorm2d):
+    """Batch norm in float32 under autocast, where vmap's own rule takes no mixture."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float()).to(x.dtype)
 
 
-def program(run: Training) -> tuple[object, ...]:
-    """What a local step is made of: runs of equal programs can share lanes."""
-    method, shapes = run.algorithm, tuple((name, value.shape, value.dtype) for name, value in run.net.tree.items())
-    functions = (method.criterion, method.penalty, method.correct, method.frozen, method.trained, method.shared)
-    return (*functions, tuple(method.numbers), shapes, run.net.learnable, run.net.moving, str(run.model))
+class _GroupNorm(nn.GroupNorm):
+    """Group norm in float32 under autocast; what it gives is as wide as what it gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float()).to(x.dtype)
+
+
+def _norms_in_float32(model: Split) -> Split:
+    """A copy of the model whose norms compute in float32."""
+    model = copy.deepcopy(model)
+    for part in model.modules():
+        for plain, wide in ((nn.BatchNorm2d, _BatchNorm), (nn.GroupNorm, _GroupNorm)):
+            if type(part) is plain:
+                part.__class__ = wide
+    return model
 
 
 class Lanes:
-    """What the lanes hold, and how their step is taken."""
+    """What the lanes hold, and how their step is taken.
+
+    `ladder` are the numbers of lanes that have a step of their own, `longest` the most steps of a client, `form` one of
+    FORMS.
+    """
 
     def __init__(
-        self, runs: Sequence[Training], ladder: Sequence[int], longest: int, autocast: bool, compile: bool
-    ) -> None:
-        run, count = runs[0], max(ladder)
-        net, algorithm, tree = run.net, run.algorithm, run.net.tree
+        self, run: Training, ladder: Sequence[int], longest: int, *, autocast: bool = False, compile: bool = False,
+        form: str = "grouped",
+    ) -> None:  # fmt: skip
+        count, net, algorithm, tree = max(ladder), run.net, run.algorithm, run.net.tree
         start = run.start()
-        local = begin(net, algorithm, tree)
-        client = run.visitor(start, 0)
+        local, client = begin(net, algorithm, tree), run.visitor(start, 0)
         like = next(iter(tree.values()))
-        numbers = {name: like.new_zeros(()) for name in algorithm.numbers}
         self.device, self.data = like.device, run.federation.data
-        self.forms = {
-            "model": Rows(tree, count), "velocity": Rows(local.velocity, count), "steps": Rows(local.steps, count),
-            "server": Rows(tree, count), "start": Rows(tree, count),
-            "state": Rows(pick(start.state, algorithm.sent), count), "memory": Rows(client.memory, count),
-            "numbers": Rows(numbers, count),
+        forms = {
+            "model": tree, "velocity": local.velocity, "steps": local.steps, "server": tree, "start": tree,
+            "state": pick(start.state, algorithm.sent), "memory": client.memory,
+            "numbers": dict.fromkeys(algorithm.numbers, like.new_zeros(())),
+            "given": dict.fromkeys((*SGD._fields, "count"), like.new_zeros(())),
         }  # fmt: skip
-        made = {name: rows.flat for name, rows in self.forms.items()}
+        self.forms = {name: Rows(form, like, count) for name, form in forms.items()}
+        self.kept = Rows({**prefix("memory", client.memory), **prefix("own", client.own)}, like)
         plans = (count, longest, run.batch)
         self.buffers: Buffers = {
-            **made, **{name: like.new_zeros(count) for name in ("loss", "lr", "momentum", "weight_decay")},
-            "count": like.new_ones(count), "position": torch.zeros(count, dtype=torch.int64, device=self.device),
+            **{name: form.flat for name, form in self.forms.items()}, "loss": like.new_zeros(count),
+            "position": torch.zeros(count, dtype=torch.int64, device=self.device),
             "rows": torch.zeros(plans, dtype=torch.int32, device=self.device),
         }  # fmt: skip
+        self.forms["given"].trees(self.buffers["given"])["count"].fill_(1)
         if run.augment:
             self.buffers["shift"] = torch.zeros((*plans, 2), dtype=torch.uint8, device=self.device)
             self.buffers["flip"] = torch.zeros(plans, dtype=torch.bool, device=self.device)
-        self.act = lane_step(run, self.forms, run.augment, autocast)
+        draws = any(isinstance(part, nn.modules.dropout._DropoutNd) for part in run.model.modules())
+        self.noise = _noise_from(run.seed, self.device) if draws else None
+        self.act = lane_step(run, self.forms, autocast, lookup("form", form, {name: name for name in FORMS}))
         self.pool: Any = None  # of CUDA graphs
+        self.streams = [torch.cuda.Stream() for _ in range(STREAMS)] if self.device.type == "cuda" else []
+        self.apart = self._traced(1, compile) if form == "apart" else None
         self.steps = {size: self._prepared(size, compile) for size in ladder}
 
-    def _prepared(self, size: int, compile: bool) -> Callable[[], None]:
-        """The step of the first `size` lanes, compiled if asked, as a CUDA graph on a GPU."""
-        lanes = {name: value[:size] for name, value in self.buffers.items()}
+    def _held(self, lanes: slice) -> list[Tensor]:
+        """Some lanes of all buffers, in their order."""
+        return [value[lanes] for value in self.buffers.values()]
+
+    def _traced(self, size: int, compile: bool) -> Callable[..., None]:
+        """The step as a function of the buffers of so many lanes, compiled if asked."""
 
         def flat(*values: Tensor) -> None:
-            self.act(self.data, dict(zip(lanes, values, strict=True)))
+            self.act(self.data, dict(zip(self.buffers, values, strict=True)))
 
-        values = list(lanes.values())
-        act = torch.compile(make_fx(flat)(*values), dynamic=False) if compile else flat
+        if not compile:
+            return flat
+        traced = make_fx(flat)(*self._held(slice(size)))
+        return cast(Callable[..., None], torch.compile(traced, dynamic=False, options=OPTIONS))
 
-        def step() -> None:
-            act(*values)
+    def _prepared(self, size: int, compile: bool) -> Callable[[], None]:
+        """The step of the first `size` lanes, as a CUDA graph on a GPU."""
+        if self.apart is None:
+            whole, values = self._traced(size, compile), self._held(slice(size))
+
+            def step() -> None:
+                whole(*values)
+        else:
+            one, each_lane = self.apart, [self._held(slice(lane, lane + 1)) for lane in range(size)]
+
+            def step() -> None:
+                with contextlib.ExitStack() as ends:
+                    for lane, values in enumerate(each_lane):
+                        with self._stream(lane, ends):
+                            one(*values)
 
         if self.device.type != "cuda":
             return step
@@ -195,41 +268,122 @@ class Lanes:
         self.pool = self.pool or graph.pool()  # all sizes share it, for they never run at once
         return graph.replay
 
-    def load(self, lane: int, run: Training, server: Tensor, state: Tree, client: Client, sgd: SGD, todo: Tree) -> None:
-        """Put a client on a lane."""
-        steps, lanes = len(todo["rows"]), self.buffers
+    def _stream(self, lane: int, ends: contextlib.ExitStack) -> contextlib.AbstractContextManager[Any]:
+        """A stream for a lane, beside the others; `ends` waits for it."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        now, beside = torch.cuda.current_stream(), self.streams[lane % len(self.streams)]
+        beside.wait_stream(now)
+        ends.callback(now.wait_stream, beside)
+        return torch.cuda.stream(beside)
+
+    def take(self, size: int, times: int) -> None:
+        """The first `size` lanes take so many steps."""
+        step = self.steps[size]
+        with self._drawing():
+            for _ in range(times):
+                step()
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Let layers that draw for themselves go on from where they were, and leave torch's generators alone."""
+        if self.noise is None:
+            yield
+            return
+        cuda = self.device.type == "cuda"
+        with torch.random.fork_rng([self.device] if cuda else []):
+            generator = torch.cuda.default_generators[self.device.index or 0] if cuda else torch.default_generator
+            generator.set_state(self.noise)
+            yield
+            self.noise = generator.get_state()
+
+    # ------------------------------------------------------------------------------------------ clients come and go
+
+    def load(
+        self, places: Sequence[int], servers: Tensor, states: Tensor, kept: Tensor, given: list[dict[str, float]],
+        plans: Sequence[Tree],
+    ) -> None:  # fmt: skip
+        """Put clients on lanes: each has a row of the server's model, of its state and of what the client kept."""
+        at, lanes = self._index(places), self.buffers
         for name in ("model", "server", "start"):
-            lanes[name][lane].copy_(server)
-        for name in ("model", "start"):
-            self.forms[name].write(lane, client.own)
-        self.forms["state"].write(lane, state)
-        self.forms["memory"].write(lane, client.memory)
-        for name, value in run.algorithm.numbers.items():
-            self.forms["numbers"].tree(lane)[name].fill_(value)
+            lanes[name].index_copy_(0, at, servers)
+        lanes["state"].index_copy_(0, at, states)
+        if self.kept.width:
+            lanes["memory"].index_copy_(0, at, kept[:, : self.forms["memory"].width])
+            for name, value in under("own", self.kept.trees(kept)).items():
+                for part in ("model", "start"):
+                    self.forms[part].trees(lanes[part])[name].index_copy_(0, at, value)
+        for part in ("numbers", "given"):
+            form = self.forms[part]
+            held = torch.zeros(len(at), form.width, dtype=form.flat.dtype)
+            for name, view in form.trees(held).items():
+                view.copy_(torch.tensor([numbers[name] for numbers in given], dtype=held.dtype))
+            lanes[part].index_copy_(0, at, self.sent(held))
         for name in ("velocity", "steps", "loss", "position"):
-            lanes[name][lane].zero_()
-        numbers = {"lr": sgd.lr, "momentum": sgd.momentum, "weight_decay": sgd.weight_decay, "count": steps}
-        for name, number in numbers.items():
-            lanes[name][lane].fill_(number)
-        for name, part in todo.items():
-            lanes[name][lane, :steps].copy_(part, non_blocking=True)
+            lanes[name].index_fill_(0, at, 0)
+        steps = {len(plan["rows"]) for plan in plans}
+        for name in plans[0]:
+            if len(steps) == 1 and max(steps) <= SHORT:  # together, for a copy costs more than what it moves
+                packed = self.sent(torch.stack([plan[name] for plan in plans]))
+                lanes[name][:, : max(steps)].index_copy_(0, at, packed)
+                continue
+            for place, plan in zip(places, plans, strict=True):
+                lanes[name][place, : len(plan[name])].copy_(plan[name], non_blocking=True)
+
+    def finish(
+        self, run: Training, places: Sequence[int], sgd: SGD, examples: Sequence[int]
+    ) -> tuple[Tree, Tensor, Tensor]:  # fmt: skip
+        """Take clients of one run and round off their lanes: stacked uploads, rows of what they keep, summed losses."""
+        made = self.left(run, places, sgd, examples)
+        self.rest(places)
+        return made
+
+    def left(
+        self, run: Training, places: Sequence[int], sgd: SGD, examples: Sequence[int]
+    ) -> tuple[Tree, Tensor, Tensor]:  # fmt: skip
+        """What clients leave behind, as they are."""
+        at = self._index(places)
+        wanted = ("model", "steps", *Context._fields)
+        trees = {name: self.forms[name].trees(self.buffers[name][at]) for name in wanted}
+        local = Local(trees["model"], {}, trees["steps"], self.buffers["loss"][at])
+        context = Context(*(trees[name] for name in Context._fields))
+        sizes = self.sent(torch.tensor(examples, dtype=local.loss.dtype))
+
+        def leaves(local: Local, context: Context, size: Tensor) -> tuple[Tree, Client]:
+            return leave(run.net, run.algorithm, sgd, local, context, size)
+
+        axes = Context(*(0 if tree else None for tree in context))  # type: ignore[arg-type]
+        uploads, client = vmap(leaves, in_dims=(0, axes, 0))(local, context, sizes)
+        kept = {**prefix("memory", client.memory), **prefix("own", client.own)}
+        return uploads, self.kept.packed(kept, (len(places),)), local.loss
 
     def move(self, source: int, target: int) -> None:
         """Move a client to another lane."""
         for value in self.buffers.values():
             value[target].copy_(value[source])
-        self.rest(source)
+        self.rest([source])
 
-    def rest(self, lane: int) -> None:
-        """A lane without a client goes on computing, but learns nothing."""
-        self.buffers["lr"][lane].zero_()
-        self.buffers["position"][lane].zero_()
+    def rest(self, places: Sequence[int]) -> None:
+        """Lanes without a client go on computing, but learn nothing."""
+        at = self._index(places)
+        self.forms["given"].trees(self.buffers["given"])["lr"].index_fill_(0, at, 0)
+        self.buffers["position"].index_fill_(0, at, 0)
 
-    def given(self, lane: int) -> tuple[Local, Context]:
-        """What is on a lane, as views."""
-        trees = {name: rows.tree(lane) for name, rows in self.forms.items()}
-        local = Local(trees["model"], trees["velocity"], trees["steps"], self.buffers["loss"][lane])
-        return local, Context(*(trees[name] for name in Context._fields))
+    def _index(self, places: Sequence[int]) -> Tensor:
+        return self.sent(torch.tensor(places))
+
+    def sent(self, value: Tensor) -> Tensor:
+        """To the device, without waiting for it."""
+        cuda = self.device.type == "cuda"
+        return value.pin_memory().to(self.device, non_blocking=True) if cuda else value
+
+
+def _noise_from(seed: int, device: torch.device) -> Tensor:
+    """The state of a generator of the device that is seeded for layers that draw for themselves."""
+    return torch.Generator(device).manual_seed(derive(seed, "noise")).get_state()
+
+
+# ---------------------------------------------------------------------------------------------- precision
 
 
 @contextlib.contextmanager
@@ -246,97 +400,3 @@ def precise(precision: str) -> Iterator[bool]:
 
 
 precisions = {"float32": (False, False), "tf32": (True, False), "bfloat16": (True, True)}  # tf32, autocast
-
-
-def train_on_lanes(
-    runs: Sequence[Training], *, lanes: int | None = None, resume: Sequence[Round | None] | None = None,
-    precision: str = "float32", compile: bool | None = None, usage: Usage | None = None,
-) -> Iterator[tuple[int, Round]]:  # fmt: skip
-    """Train several runs together; yields (which run, its next round) as rounds end.
-
-    `lanes` None: the number that a rehearsal finds fastest. `precision` is that of the steps on a GPU: "float32",
-    "tf32", or "bfloat16", by autocast. `compile` None: on a GPU. `usage` is told what was executed.
-    """
-    check_shareable(runs)
-    last = [before or run.start() for run, before in zip(runs, resume or [None] * len(runs), strict=True)]
-    numbers = [range(before.number + 1, run.rounds + 1) for run, before in zip(runs, last, strict=True)]
-    cohorts = [[run.ids(number) for number in left] for run, left in zip(runs, numbers, strict=True)]
-    work = [[[run.count(id) for id in ids] for ids in rounds] for run, rounds in zip(runs, cohorts, strict=True)]
-    if not any(work):
-        return
-    cuda = runs[0].federation.data.y.device.type == "cuda"
-    lanes = lanes or choose([rounds for rounds in work if rounds], COSTS[cuda], 64)
-    ladder = ladder_of(lanes, by=4, most=3) if cuda else ladder_of(lanes)  # a rung costs a compilation there
-    longest = max(steps for rounds in work for ids in rounds for steps in ids)
-    with precise(precision) as autocast:  # a CUDA graph keeps the precision that it was captured in
-        made = Lanes(runs, ladder, longest, autocast, cuda if compile is None else compile)
-    if usage is not None:
-        usage.began = time.perf_counter()
-    servers = Rows(runs[0].net.tree, len(runs))
-    for place, before in enumerate(last):
-        servers.write(place, before.params)
-    began = [time.perf_counter()] * len(runs)
-    sums = [run.sum.begin(ids[0] if ids else []) for run, ids in zip(runs, cohorts, strict=True)]
-    done: list[dict[int, tuple[Client, Tensor]]] = [{} for _ in runs]
-    with ThreadPoolExecutor(2) as pool:  # plans are made a round ahead, while the device works
-        plans: dict[tuple[int, int, int], Future[Tree]] = {}
-
-        def ahead(run: int, round: int) -> None:
-            for place, id in enumerate(cohorts[run][round] if round < len(cohorts[run]) else ()):
-                plans[run, round, place] = pool.submit(_planned, runs[run], numbers[run][round], id, cuda)
-
-        for run in range(len(runs)):
-            ahead(run, 0)
-            ahead(run, 1)
-        for operation in schedule(work, ladder):
-            match operation:
-                case Load(lane, Visit(run, round, place, _)):
-                    training, id = runs[run], cohorts[run][round][place]
-                    client, sent = training.visitor(last[run], id), pick(last[run].state, training.algorithm.sent)
-                    todo, sgd = plans.pop((run, round, place)).result(), training.sgd(numbers[run][round])
-                    made.load(lane, training, servers.flat[run], sent, client, sgd, todo)
-                case Move(source, target):
-                    made.move(source, target)
-                case Step(size, times, _):
-                    step = made.steps[size]
-                    for _ in range(times):
-                        step()
-                    if usage is not None:
-                        usage.note(operation)
-                case Add(lane, Visit(run, round, place, steps)):
-                    training, id = runs[run], cohorts[run][round][place]
-                    local, context = made.given(lane)
-                    examples = local.loss.new_tensor(training.federation.sizes[id])
-                    upload, client = leave(
-                        training.net, training.algorithm, training.sgd(numbers[run][round]), local, context, examples
-                    )
-                    sums[run] = training.sum.add(sums[run], [id], stack([upload]))
-                    done[run][place] = Client(*(each(torch.clone, part) for part in client)), local.loss / max(steps, 1)
-                    made.rest(lane)
-                case Settle(run):
-                    training, before = runs[run], last[run]
-                    params, state = settle(
-                        training.net, training.algorithm, before.params, before.state, training.sum.end(sums[run])
-                    )
-                    order = [done[run][place] for place in range(len(done[run]))]
-                    losses = torch.stack([loss for _, loss in order]).tolist()
-                    outcome = Outcome(params, state, [client for client, _ in order], losses)
-                    ids = cohorts[run][before.number - numbers[run][0] + 1]
-                    last[run] = training.after(before, ids, outcome, began[run])
-                    servers.write(run, last[run].params)
-                    done[run], began[run] = {}, time.perf_counter()
-                    following = last[run].number - numbers[run][0] + 1
-                    ahead(run, following + 1)
-                    if following < len(cohorts[run]):
-                        sums[run] = training.sum.begin(cohorts[run][following])
-                    yield run, last[run]
-
-
-COSTS = {True: (0.18, 0.0165), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
-
-
-def _planned(run: Training, number: int, id: int, pinned: bool) -> Tree:
-    """A client's plan as the lanes take it."""
-    todo = run.plan(number, id, on_host=True)
-    parts: Tree = {"rows": todo.rows.to(torch.int32), **(todo.crops._asdict() if todo.crops else {})}
-    return each(Tensor.pin_memory, parts) if pinned else parts

@@ -27,7 +27,22 @@ class SGD(NamedTuple):
 
     def velocity(self, grads: Tree, params: Tree, velocity: Tree) -> Tree:
         """The new velocity for these gradients."""
-        return each(lambda g, w, v: self.momentum * v + (g + self.weight_decay * w), grads, params, velocity)
+
+        def moved(g: Tensor, w: Tensor, v: Tensor) -> Tensor:
+            return _plus(_plus(g, self.weight_decay, w), self.momentum, v)
+
+        return each(moved, grads, params, velocity)
+
+    def step(self, params: Tree, velocity: Tree) -> Tree:
+        """The new weights for this velocity."""
+        return each(lambda w, v: _plus(w, -self.lr, v), params, velocity)
+
+
+def _plus(a: Tensor, factor: float | Tensor, b: Tensor) -> Tensor:
+    """a + factor * b, in one pass where the factor is a number; lanes have one each, a tensor."""
+    if isinstance(factor, Tensor):
+        return a + factor * b
+    return a if factor == 0 else torch.add(a, b, alpha=factor)
 
 
 class ServerOptimiser(NamedTuple):

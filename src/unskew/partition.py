@@ -7,6 +7,7 @@ everything else about a run changes. `table` counts classes per client.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,10 +33,10 @@ class Federation:
     clients: tuple[Tensor, ...]  # indices into data.x, one vector per client
     tests: tuple[Tensor, ...] = ()  # likewise what each client holds out for its personal model, if any does
 
-    @property
-    def sizes(self) -> list[int]:
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
         """Examples per client."""
-        return [len(indices) for indices in self.clients]
+        return tuple(len(indices) for indices in self.clients)
 
 
 def federate(data: Dataset, partition: Partition, cut_seed: int = 0, held_out: float = 0.0) -> Federation:

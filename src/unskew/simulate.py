@@ -11,9 +11,9 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from unskew.engine import (
     enter,
     installed,
     network,
+    noted,
     plan,
     seen,
     step_count,
@@ -45,7 +46,7 @@ from unskew.partition import Federation
 from unskew.seeds import generator
 from unskew.statistics import FeatureStats, collect
 from unskew.sums import Sum, plain_sum
-from unskew.tree import Tree
+from unskew.tree import Tree, each
 
 
 class Round(NamedTuple):
@@ -63,6 +64,8 @@ class Round(NamedTuple):
 
 class Diverged(ArithmeticError):
     """Training left the numbers."""
+
+    runs: Sequence[int] = (0,)  # which, of those that were trained together
 
 
 @dataclass(frozen=True)
@@ -136,25 +139,43 @@ class Training:
 
     def visitor(self, last: Round, id: int) -> Client:
         """What a client brings to the round after the last one."""
-        return last.clients[id] if id in last.clients else enter(self.net, self.algorithm, last.params)
+        if id not in last.clients:
+            return enter(self.net, self.algorithm, last.params)
+        device = self.federation.data.y.device  # what clients keep may lie elsewhere
+        return Client(*(each(lambda value: value.to(device), part) for part in last.clients[id]))
 
     def after(self, last: Round, ids: Sequence[int], outcome: Outcome, began: float) -> Round:
         """The round that follows, of which this is the outcome. Raises `Diverged` where that is no number any more."""
-        number, params, sgd = last.number + 1, outcome.params, self.sgd(last.number + 1)
-        sizes = [self.federation.sizes[id] for id in ids]
-        kept = {id: client for id, client in zip(ids, outcome.clients, strict=True) if any(client)}
-        loss = math.fsum(n * value for n, value in zip(sizes, outcome.losses, strict=True)) / math.fsum(sizes)
-        if not math.isfinite(loss) or not all(torch.isfinite(value).all() for value in params.values()):
-            worst = max(zip(ids, outcome.losses, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
+        kept = dict(zip(ids, outcome.clients, strict=True))
+        finite = all(torch.isfinite(value).all() for value in outcome.params.values())
+        return self.judged(self.next(last, ids, outcome.params, outcome.state, kept), outcome.losses, finite, began)
+
+    def next(self, last: Round, ids: Sequence[int], params: Tree, state: Tree, clients: Mapping[int, Client]) -> Round:
+        """The round that follows, not judged yet."""
+        kept = {id: client for id, client in clients.items() if any(client)}
+        lr = self.sgd(last.number + 1).lr
+        return Round(last.number + 1, params, state, {**last.clients, **kept}, tuple(ids), math.nan, lr, 0.0)
+
+    def judged(self, round: Round, losses: Sequence[float], finite: bool, began: float) -> Round:
+        """The round with its loss, and recalibrated where its turn has come; refused where it diverged."""
+        sizes = [self.federation.sizes[id] for id in round.cohort]
+        loss = math.fsum(n * value for n, value in zip(sizes, losses, strict=True)) / math.fsum(sizes)
+        if not math.isfinite(loss) or not finite:
+            worst = max(zip(round.cohort, losses, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
             raise Diverged(
-                f"training diverged in round {number}: the loss of client {worst[0]} is {worst[1]}; "
-                f"lower the learning rate (it is {sgd.lr:g})"
+                f"training diverged in round {round.number}: the loss of client {worst[0]} is {worst[1]}; "
+                f"lower the learning rate (it is {round.lr:g})"
             )
-        if self.recalibrate and number % self.recalibrate[1] == 0:
-            draw = generator(self.seed, "recalibrate", number)
+        params = round.params
+        if self.recalibrated_in(round.number):
+            assert self.recalibrate is not None
+            draw = generator(self.seed, "recalibrate", round.number)
             params = _recalibrated(self.model, params, self.federation, self.recalibrate[0], draw)
-        seconds = time.perf_counter() - began
-        return Round(number, params, outcome.state, {**last.clients, **kept}, tuple(ids), loss, sgd.lr, seconds)
+        return round._replace(params=params, loss=loss, seconds=time.perf_counter() - began)
+
+    def recalibrated_in(self, number: int) -> bool:
+        """Whether a round ends with a recalibration."""
+        return self.recalibrate is not None and number % self.recalibrate[1] == 0
 
 
 class Settings(TypedDict, total=False):
@@ -174,13 +195,21 @@ class Settings(TypedDict, total=False):
     recalibrate: tuple[Calibrator, int] | None
 
 
+@runtime_checkable
+class Trainer(Protocol):
+    """An engine that takes a whole training, since it sets up something for it: `unskew.workers.Workers`."""
+
+    def rounds(self, run: Training, resume: Round | None = None) -> Iterator[Round]:
+        """The rounds of a training."""
+
+
 def train(
     model: Split,
     federation: Federation,
     algorithm: Algorithm,
     *,
     rounds: int,
-    engine: Engine = batched,
+    engine: Engine | Trainer = batched,
     resume: Round | None = None,
     **settings: Unpack[Settings],
 ) -> Iterator[Round]:
@@ -190,13 +219,19 @@ def train(
     seed, sum, recalibrate. Clients that are absent keep what they keep. Raises `Diverged` when the loss is no number
     any more. `resume` goes on after a round.
     """
-    check_callable("engine", engine)
+    if isinstance(engine, type):
+        raise UsageError(f"engine is the class {engine.__name__}: make one, as in engine={engine.__name__}()")
+    if not isinstance(engine, Trainer):
+        check_callable("engine", engine)
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     yield from rounds_of(Training(model, federation, algorithm, rounds, **given), engine, resume)
 
 
-def rounds_of(run: Training, engine: Engine, resume: Round | None = None) -> Iterator[Round]:
-    """The rounds of a training, by an engine that takes one after the other."""
+def rounds_of(run: Training, engine: Engine | Trainer, resume: Round | None = None) -> Generator[Round, None, None]:
+    """The rounds of a training, by an engine."""
+    if isinstance(engine, Trainer):
+        yield from engine.rounds(run, resume)
+        return
     last = resume or run.start()
     while last.number < run.rounds:
         began, number = time.perf_counter(), last.number + 1
@@ -204,11 +239,8 @@ def rounds_of(run: Training, engine: Engine, resume: Round | None = None) -> Ite
         visitors, plans = [run.visitor(last, id) for id in ids], [run.plan(number, id) for id in ids]
         cohort = Cohort(ids, visitors, plans, [run.federation.sizes[id] for id in ids])
         data, sgd = run.federation.data, run.sgd(number)
-        try:
+        with noted(f"in round {number} of {run.rounds}"):
             outcome = engine(run.net, run.algorithm, sgd, data, last.params, last.state, cohort, run.sum)
-        except Exception as error:
-            error.add_note(f"in round {number} of {run.rounds}")
-            raise
         last = run.after(last, ids, outcome, began)
         yield last
 

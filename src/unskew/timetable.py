@@ -8,8 +8,10 @@ time.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -60,11 +62,15 @@ class Settle(NamedTuple):
 Operation = Load | Move | Step | Add | Settle
 
 
-def schedule(work: Sequence[Sequence[Sequence[int]]], ladder: Sequence[int]) -> Iterator[Operation]:
-    """From work[run][round][place], in steps, to the operations that do it all on max(ladder) lanes.
+Steps = Sequence[Sequence[Sequence[int]]]  # the work: [run][round][place of a client in the round's cohort]
+
+
+def schedule(work: Steps, ladder: Sequence[int], ranks: int = 1) -> Iterator[Operation]:
+    """The operations that do all the work on max(ladder) lanes.
 
     Who waits is served by the longest chain of steps that hangs on it: its own, and the longest client of each later
-    round of its run. Between two `Step`s nobody finishes.
+    round of its run. Between two `Step`s nobody finishes. With several `ranks` of processes, lane n belongs to rank
+    n % ranks and no client changes its rank; a ladder's numbers are then multiples of ranks.
     """
     tails = [_tails(rounds) for rounds in work]
     waiting: list[Visit] = []
@@ -87,22 +93,23 @@ def schedule(work: Sequence[Sequence[Sequence[int]]], ladder: Sequence[int]) -> 
             busy[lane], ends[lane] = visit, clock + visit.steps
             yield Load(lane, visit)
         del waiting[: len(free)]
-        size = min(rung for rung in ladder if rung >= len(busy))
-        room = (lane for lane in range(size) if lane not in busy)
-        for source, target in zip([lane for lane in busy if lane >= size], room, strict=False):
+        fullest = max(Counter(lane % ranks for lane in busy).values())
+        size = min(rung for rung in ladder if rung >= fullest * ranks)
+        for source in [lane for lane in busy if lane >= size]:
+            target = next(lane for lane in range(source % ranks, size, ranks) if lane not in busy)
             busy[target], ends[target] = busy.pop(source), ends.pop(source)
             yield Move(source, target)
         if min(ends.values()) > clock:
             yield Step(size, min(ends.values()) - clock, len(busy))
             clock = min(ends.values())
-        for lane in sorted(lane for lane in busy if ends[lane] == clock):
-            visit = busy.pop(lane)
-            del ends[lane]
-            yield Add(lane, visit)
+        done = [(lane, busy[lane]) for lane in sorted(busy) if ends[lane] == clock]
+        for lane, visit in done:
+            del busy[lane], ends[lane]
             missing[visit.run] -= 1
-            if not missing[visit.run]:
-                yield Settle(visit.run)
-                announce(visit.run, visit.round + 1)
+            yield Add(lane, visit)
+        for run, round in dict.fromkeys((visit.run, visit.round) for _, visit in done if not missing[visit.run]):
+            yield Settle(run)
+            announce(run, round + 1)
 
 
 def _tails(rounds: Sequence[Sequence[int]]) -> list[int]:
@@ -123,17 +130,31 @@ def ladder_of(lanes: int, by: int = 2, most: int = 5) -> list[int]:
 
 
 class Usage:
-    """What a schedule executes, counted."""
+    """What a schedule executes, counted; others may look at it while it goes on."""
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self, bound: float = 1.0) -> None:
+        """Count from here: the steps are ready, and `bound` is the highest occupancy that there can be."""
         self.steps: Counter[int] = Counter()  # by size
         self.useful = 0  # client-steps
-        self.began = 0.0  # when the steps were ready
+        self.bound = bound
+        self.began, self.ended = time.perf_counter(), math.inf
+
+    def end(self) -> None:
+        """All steps have been taken."""
+        self.ended = time.perf_counter()
 
     def note(self, step: Step) -> None:
         """Count a `Step`."""
         self.steps[step.size] += step.times
         self.useful += step.times * step.busy
+
+    @property
+    def lanes(self) -> int:
+        """The most that were used."""
+        return max(self.steps, default=0)
 
     @property
     def executed(self) -> int:
@@ -145,8 +166,13 @@ class Usage:
         """The share of lane-steps that trained somebody."""
         return self.useful / max(self.executed, 1)
 
+    @property
+    def rate(self) -> float:
+        """Useful client-steps a second so far."""
+        return self.useful / max(min(time.perf_counter(), self.ended) - self.began, 1e-9)
 
-def rehearse(work: Sequence[Sequence[Sequence[int]]], ladder: Sequence[int]) -> Usage:
+
+def rehearse(work: Steps, ladder: Sequence[int]) -> Usage:
     """What a schedule would execute."""
     usage = Usage()
     for operation in schedule(work, ladder):
@@ -155,7 +181,7 @@ def rehearse(work: Sequence[Sequence[Sequence[int]]], ladder: Sequence[int]) -> 
     return usage
 
 
-def bound(work: Sequence[Sequence[Sequence[int]]], lanes: int) -> float:
+def bound(work: Steps, lanes: int) -> float:
     """The highest occupancy that there can be: all steps over lanes times the longest chain, at most 1."""
     chain = max(sum(max(steps) for steps in rounds) for rounds in work)
     return min(1.0, sum(sum(map(sum, rounds)) for rounds in work) / max(lanes * chain, 1))
@@ -164,19 +190,18 @@ def bound(work: Sequence[Sequence[Sequence[int]]], lanes: int) -> float:
 Cost = tuple[float, float]  # milliseconds of a step: the first, plus the second for each lane
 
 
-def choose(work: Sequence[Sequence[Sequence[int]]], cost: Cost, most: int) -> int:
+def choose(work: Steps, cost: Cost, most: int, ladder: Callable[[int], list[int]] = ladder_of) -> int:
     """The number of lanes, up to `most`, that would take the shortest time."""
-    few = [rounds[:5] for rounds in work]  # enough to choose by
+    clients = sum(max(map(len, rounds)) for rounds in work)
+    few = [rounds[: max(1, min(5, ENOUGH // clients))] for rounds in work]
 
     def seconds(lanes: int) -> float:
-        usage = rehearse(few, ladder_of(lanes))
+        usage = rehearse(few, ladder(lanes))
         return cost[0] * sum(usage.steps.values()) + cost[1] * usage.executed
 
-    clients = sum(max(map(len, rounds)) for rounds in few)
-    candidates = sorted(
-        {
-            min(clients, most),
-            *(rung for rung in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128) if rung <= min(clients, most)),
-        }
-    )
-    return min(candidates, key=seconds)
+    most = min(clients, most)
+    rungs = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    return min(sorted({most, *(rung for rung in rungs if rung < most)}), key=seconds)
+
+
+ENOUGH = 2_000  # visits to choose by

@@ -81,7 +81,11 @@ class Experiment:
     evaluate_every: int = _about(1, "rounds between two evaluations on the test data", COUNT)
     seed: int = _about(0, "seed of everything but the cut")
     cut_seed: int = _about(0, "seed of the cut")
-    engine: str = _about("auto", "sequential, batched or lanes; auto: batched on a GPU and for small networks")
+    engine: str = _about(
+        "auto", "sequential, batched, workers (CPU processes) or lanes; auto: the fastest by a measurement"
+    )
+    lanes: int = _about(0, "how many lanes; 0: what a rehearsal finds fastest", NOT_NEGATIVE)
+    form: str = _about("auto", "of the lanes' step: grouped, fused or apart; auto: the fastest")
     precision: str = _about("float32", "of lanes on a GPU: float32, tf32 or bfloat16")
     device: str = _about("auto", "cpu, cuda or cuda:N; auto: a GPU if there is one")
     threads: int = _about(0, "CPU threads; 0: one for small networks, else what torch takes", NOT_NEGATIVE)

@@ -30,7 +30,7 @@ from unskew.models import Split, build, linear
 from unskew.results import Record, load_sealed, read, save_sealed, write_text
 from unskew.simulate import Round
 from unskew.transforms import Transform
-from unskew.tree import Tree, prefix, under
+from unskew.tree import Tree, each, prefix, under
 from unskew.variants import NormalisedLinear
 
 # ---------------------------------------------------------------------------------------------- whose it is
@@ -112,10 +112,9 @@ def load_round(path: Path, experiment: Experiment) -> Round:
     if metadata["experiment"] != experiment.digest:
         raise DataError(f"{path}: the checkpoint of another experiment")
     about = json.loads(metadata["round"])
-    tree = {name: value.to(experiment.device) for name, value in tree.items()}
     clients = {id: Client(under(f"own/{id}", tree), under(f"memory/{id}", tree)) for id in about.pop("clients")}
-    cohort = tuple(about.pop("cohort"))
-    return Round(params=under("params", tree), state=under("state", tree), clients=clients, cohort=cohort, **about)
+    params, state = (each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state"))
+    return Round(params=params, state=state, clients=clients, cohort=tuple(about.pop("cohort")), **about)
 
 
 # ---------------------------------------------------------------------------------------------- models

@@ -12,22 +12,25 @@ import torch
 from torch import Tensor, nn
 
 from unskew.algorithms import fedavg
+from unskew.choice import SMALL, Choice, pick
 from unskew.data import Dataset, load
+from unskew.dispatch import train_on_lanes
 from unskew.download import Progress
-from unskew.engine import engines
+from unskew.engine import engines, threads
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, calibrators, check_training, oracle
-from unskew.lanes import precisions, train_on_lanes
+from unskew.lanes import FORMS, precisions
 from unskew.methods import Method, method
 from unskew.models import Split, build, split
 from unskew.partition import Federation, federate, partitions
 from unskew.personal import Way, ways
 from unskew.seeds import generator, seeded
+from unskew.simulate import Training
 from unskew.specs import called, converted, defaults_of, made, own, parse
 from unskew.transforms import Transform
+from unskew.workers import Workers, check_workers
 
-SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 AUTO_MODELS = ("small-cnn", "cnn")  # for grey images, for others
 
 
@@ -169,20 +172,34 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
     experiment = replace(experiment, device=device, model=name, calibrate=_calibrate(experiment))
     model = method.variant(network_of(experiment, data), generator(experiment.seed, "variant"))
     small = sum(value.numel() for value in model.parameters()) < SMALL
-    engine, threads = experiment.engine, experiment.threads
-    if engine == "auto":
-        engine = "batched" if small or device.startswith("cuda") else "sequential"
-    lookup("engine", engine, {**engines, "lanes": train_on_lanes})
+    lookup("engine", experiment.engine, {**engines, "workers": Workers, "lanes": train_on_lanes, "auto": pick})
     lookup("precision", experiment.precision, precisions)
-    if experiment.precision != "float32" and (engine != "lanes" or not device.startswith("cuda")):
+    lookup("form", experiment.form, {form: form for form in (*FORMS, "auto")})
+    if experiment.engine == "workers":
+        check_workers(torch.device(device))
+    if experiment.precision != "float32" and experiment.engine == "auto":
+        experiment = replace(experiment, engine="lanes")
+    if experiment.precision != "float32" and (experiment.engine != "lanes" or not device.startswith("cuda")):
         raise UsageError(f"precision is {experiment.precision!r}, which needs --engine lanes and a GPU: use float32")
-    experiment = replace(experiment, engine=engine, threads=threads or (1 if small else torch.get_num_threads()))
-    return experiment, model.to(device)
+    threads = experiment.threads or (1 if small else torch.get_num_threads())
+    return replace(experiment, threads=threads), model.to(device)
+
+
+def picked(experiment: Experiment, training: Training) -> tuple[Experiment, Choice | None]:
+    """The experiment with its engine, and lanes, chosen if it leaves that open; and why."""
+    free = experiment.engine == "auto" or (experiment.engine == "lanes" and experiment.lanes == 0)
+    if not free:
+        return experiment, None
+    with threads(experiment.threads):
+        choice = pick(training, experiment.precision, experiment.engine)
+    form = choice.form if experiment.form == "auto" else experiment.form
+    experiment = replace(experiment, engine=choice.engine, lanes=choice.lanes, form=form)
+    return experiment, choice
 
 
 def settled_like(experiment: Experiment, held: Experiment) -> Experiment:
     """The experiment with every "auto" read as `held` has settled it, where it can mean that."""
-    free = {"device": "auto", "engine": "auto", "threads": 0}
+    free = {"device": "auto", "engine": "auto", "threads": 0, "lanes": 0, "form": "auto"}
     free |= {"model": "auto"} if held.model in AUTO_MODELS else {}
     free |= {"calibrate": "auto"} if held.calibrate == _calibrate(experiment) else {}
     taken = {name: getattr(held, name) for name, auto in free.items() if getattr(experiment, name) == auto}

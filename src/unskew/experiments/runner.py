@@ -1,8 +1,9 @@
-"""Running an experiment, in a folder of its own, so that it can stop at any moment and go on.
+"""Running experiments, each in a folder of its own, so that they can stop at any moment and go on.
 
 `run` yields the records of a run as they are written: one for the start, one a round, one a calibration, one for the
-end. After each round the whole state is in the folder's checkpoint. A resumed run drops the records that are newer
-than the checkpoint and goes on; on the CPU its results are those of a run that never stopped, bit for bit.
+end. Every few seconds, and when it is stopped, the whole state is in the folder's checkpoint. A resumed run drops the
+records that are newer than the checkpoint and goes on; on the CPU its results are those of a run that never stopped,
+bit for bit. `run_together` does the same for many experiments; those that can share lanes do.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ import os
 import platform
 import time
 import traceback
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 
 from unskew import __version__
 from unskew.algorithms import Algorithm
+from unskew.choice import Choice
 from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
-from unskew.data import draw_crops, gather
+from unskew.data import Dataset, draw_crops, gather
+from unskew.dispatch import program, ranks, train_on_lanes
 from unskew.download import Progress
-from unskew.engine import at_home, engines, installed
+from unskew.engine import at_home, engines, installed, threads
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
@@ -39,12 +44,12 @@ from unskew.experiments.parts import (
     data_of,
     federation_of,
     method_of,
+    picked,
     recalibration_of,
     settled,
     ways_of,
 )
 from unskew.heads import Calibrator, calibrate
-from unskew.lanes import train_on_lanes
 from unskew.methods import files_of
 from unskew.models import Split
 from unskew.optim import schedules
@@ -52,66 +57,194 @@ from unskew.partition import Federation, table
 from unskew.personal import Way, own as own_models, personal_models, score_personal
 from unskew.results import Record, appended, digest, rewrite, seal
 from unskew.seeds import generator
-from unskew.simulate import Round, Training, collect_all, rounds_of
+from unskew.simulate import Diverged, Round, Training, collect_all, rounds_of
 from unskew.specs import parse
+from unskew.timetable import Usage
+from unskew.workers import Workers
 
 
 def run(
-    experiment: Experiment, out: str | Path, resume: bool = False, progress: Progress | None = None
-) -> Iterator[Record]:
+    experiment: Experiment, out: str | Path, resume: bool = False, progress: Progress | None = None,
+    usage: Usage | None = None,
+) -> Iterator[Record]:  # fmt: skip
     """Run an experiment in a folder, yielding its records; with `resume`, first those that are there already.
 
     What can't be meant is refused before the folder is made. `progress` hears of a download, as
-    `unskew.download.fetch` describes.
+    `unskew.download.fetch` describes; `usage` can be looked at meanwhile.
     """
-    out = Path(out)
-    experiment, records = examine(experiment, out, resume)
-    if records and records[-1]["kind"] == "end":
-        yield from records
+    usage, (rank, count) = usage or Usage(), ranks()
+    made = _Run(experiment, Path(out), resume or rank > 0, _Shelf(progress))
+    if made.finished:
+        yield from made.records
         return
-    makers, ways, method = calibrators_of(experiment), ways_of(experiment), method_of(experiment)
-    given = {"schedule": lookup("schedule", experiment.schedule, schedules)(),
-             "recalibrate": recalibration_of(experiment)}  # fmt: skip
-    data = data_of(experiment, progress)
-    experiment, model = settled(experiment, data, method)
-    federation = federation_of(experiment, data.to(experiment.device))
-    data = federation.data
-    training = _training(experiment, model, federation, method.algorithm, given)
-    local = bool(at_home(training.net, method.algorithm, training.net.tree))
-    _refuse(experiment, local, bool(makers), [parse(spec)[0] for spec in ways])
-
-    with blaming(experiment.method):
-        start = _start(experiment, training)
-    claim(experiment, out)
-    history, checkpoint = out / "records.jsonl", out / "checkpoint.safetensors"
-    last = load_round(checkpoint, experiment) if checkpoint.exists() else None
-    records = _kept(records, last.number if last else 0, start, history) or [start]
-    rewrite(history, records)
+    if count > 1 and made.experiment.engine != "lanes":
+        raise UsageError(f"engine is {made.experiment.engine!r}, but there are {count} processes: use --engine lanes")
+    records = made.begun() if rank == 0 else []
+    if count > 1:
+        made.meet()
+    if rank > 0:  # lends its lanes; the first process writes
+        deque(_rounds(made, usage), maxlen=0)
+        return
     yield from records
-    with threads(experiment.threads), blaming(experiment.method):
-        rounds = _rounds(experiment, training, last)
+    with (
+        contextlib.closing(made), threads(made.experiment.threads), blaming(made.experiment.method),
+        contextlib.closing(_rounds(made, usage)) as rounds,
+    ):  # fmt: skip
         for last in rounds:
-            evaluated = last.number % experiment.evaluate_every == 0 or last.number == experiment.rounds
-            scores = _record(_scored(training, last, local)) if evaluated else {}
-            records.append(_round(last, scores))
-            appended(history, records[-1])  # first: a checkpoint without its record would leave a gap
-            save_round(checkpoint, last, experiment)
-            yield records[-1]
-        assert last is not None
-        trained = installed(model, last.params)
-        if local:  # the server has parts that nobody trained
-            for id, own in enumerate(personal_models(model, federation, method.algorithm, last, own_models())):
-                save_model(out / f"client-{id}.safetensors", own, experiment, data)
+            yield made.reached(last)
+        yield from made.ended(usage, 1)
+
+
+def run_together(
+    experiments: Sequence[Experiment], outs: Sequence[Path], usage: Usage | None = None
+) -> Iterator[tuple[int, Record | Diverged]]:  # fmt: skip
+    """Run experiments of the engine "lanes", each in its folder, those together that can share lanes.
+
+    Yields (which, its next record); what is there already comes first. A run that diverges yields that as its last.
+    """
+    usage = usage or Usage()
+    shelf = _Shelf()
+    groups: dict[tuple[object, ...], list[tuple[int, _Run]]] = {}
+    for number, (experiment, out) in enumerate(zip(experiments, outs, strict=True)):
+        made = _Run(experiment, out, True, shelf, alone=False)
+        if made.finished:
+            yield from ((number, record) for record in made.records)
         else:
-            save_model(out / "model.safetensors", trained, experiment, data)
+            groups.setdefault((*_lanes_of(made.experiment), *program(made.training)), []).append((number, made))
+    for group in groups.values():
+        numbers, runs = zip(*group, strict=True)
+        for number, made in group:
+            yield from ((number, record) for record in made.begun())
+        with contextlib.ExitStack() as stack:
+            for made in runs:
+                stack.enter_context(contextlib.closing(made))
+            stack.enter_context(threads(runs[0].experiment.threads))
+            stack.enter_context(blaming(*(made.experiment.method for made in runs)))
+            rounds = _on_lanes(runs, usage)
+            lost: Sequence[int] = ()
+            try:
+                for which, last in rounds:
+                    yield numbers[which], runs[which].reached(last)
+            except Diverged as error:
+                lost = error.runs
+                yield from ((numbers[which], error) for which in lost)
+            for which, made in enumerate(runs):
+                if which not in lost:
+                    yield from ((numbers[which], record) for record in made.ended(usage, len(runs)))
+
+
+class _Shelf:
+    """Data sets, each loaded once and moved to a device once."""
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        self.progress = progress
+        self.loaded: dict[tuple[object, ...], Dataset] = {}
+        self.moved: dict[tuple[int, str], Dataset] = {}
+
+    def load(self, experiment: Experiment) -> Dataset:
+        """The data set that an experiment names."""
+        key = experiment.data, experiment.labels, experiment.image_size
+        if key not in self.loaded:
+            self.loaded[key] = data_of(experiment, self.progress)
+        return self.loaded[key]
+
+    def on(self, data: Dataset, device: str) -> Dataset:
+        """A data set of the shelf on a device."""
+        if (id(data), device) not in self.moved:
+            self.moved[id(data), device] = data.to(device)
+        return self.moved[id(data), device]
+
+
+KEEP_EVERY = 2.0  # seconds between two checkpoints
+
+
+class _Run:
+    """An experiment in its folder: what has been reached, and how it goes on."""
+
+    def __init__(self, experiment: Experiment, out: Path, resume: bool, shelf: _Shelf, alone: bool = True) -> None:
+        self.out, self.history, self.checkpoint = out, out / "records.jsonl", out / "checkpoint.safetensors"
+        self.experiment, self.records = examine(experiment, out, resume)
+        self.finished = bool(self.records) and self.records[-1]["kind"] == "end"
+        if self.finished:
+            return
+        experiment = self.experiment
+        self.makers, self.ways, method = calibrators_of(experiment), ways_of(experiment), method_of(experiment)
+        given = {"schedule": lookup("schedule", experiment.schedule, schedules)(),
+                 "recalibrate": recalibration_of(experiment)}  # fmt: skip
+        data = shelf.load(experiment)
+        experiment, model = settled(experiment, data, method)
+        federation = federation_of(experiment, shelf.on(data, experiment.device))
+        self.training = _training(experiment, model, federation, method.algorithm, given)
+        self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
+        _refuse(experiment, self.local, bool(self.makers), [parse(spec)[0] for spec in self.ways])
+        self.experiment, self.choice = picked(experiment, self.training) if alone else (experiment, None)
+        self.last: Round | None = None
+        self.kept = -math.inf, 0  # when and at which round the checkpoint was written
+
+    def begun(self) -> list[Record]:
+        """Take the folder, with what is there of an earlier attempt; the records so far."""
+        with blaming(self.experiment.method):
+            start = _start(self.experiment, self.training, self.choice)
+        claim(self.experiment, self.out)
+        self.last = load_round(self.checkpoint, self.experiment) if self.checkpoint.exists() else None
+        reached = self.last.number if self.last else 0
+        self.records = _kept(self.records, reached, start, self.history) or [start]
+        self.kept = -math.inf, reached
+        rewrite(self.history, self.records)
+        return list(self.records)
+
+    def meet(self) -> None:
+        """Wait for the other processes; all begin at the checkpoint that the first one has found."""
+        torch.distributed.barrier()
+        self.last = load_round(self.checkpoint, self.experiment) if self.checkpoint.exists() else None
+        torch.distributed.barrier()
+
+    def reached(self, last: Round) -> Record:
+        """Score a round and write it down."""
+        evaluated = last.number % self.experiment.evaluate_every == 0 or last.number == self.experiment.rounds
+        scores = _record(_scored(self.training, last, self.local)) if evaluated else {}
+        self.records.append(appended(self.history, _round(last, scores)))  # before the checkpoint: no gap
+        self.last = last
+        if time.monotonic() - self.kept[0] > KEEP_EVERY:
+            self.close()
+        return self.records[-1]
+
+    def close(self) -> None:
+        """Write the checkpoint, if it is not that of the last round."""
+        if self.last is not None and self.last.number > self.kept[1]:
+            save_round(self.checkpoint, self.last, self.experiment)
+            self.kept = time.monotonic(), self.last.number
+
+    def ended(self, usage: Usage, together: int) -> Iterator[Record]:
+        """Calibrate, make personal models, and say how it went."""
+        training, last, ways = self.training, self.last, self.ways
+        assert last is not None
+        self.close()
+        trained, data = installed(training.model, last.params), training.federation.data
+        if self.local:  # the server has parts that nobody trained
+            personal = personal_models(training.model, training.federation, training.algorithm, last, own_models())
+            for id, own in enumerate(personal):
+                save_model(self.out / f"client-{id}.safetensors", own, self.experiment, data)
+        else:
+            save_model(self.out / "model.safetensors", trained, self.experiment, data)
             ways = {"none": lambda model, site: model, **ways} if ways else {}
         for record in itertools.chain(
-            _calibrations(experiment, trained, federation, makers, out),
-            _personal(training, last, ways, local),
+            _calibrations(self.experiment, trained, training.federation, self.makers, self.out),
+            _personal(training, last, ways, self.local),
         ):
-            records.append(record)
-            yield appended(history, record)
-    yield appended(history, {"kind": "end", "seconds": math.fsum(record.get("seconds", 0.0) for record in records)})
+            self.records.append(record)
+            yield appended(self.history, record)
+        seconds = math.fsum(record.get("seconds", 0.0) for record in self.records)
+        yield appended(self.history, {"kind": "end", "seconds": seconds, "speed": self._speed(usage, together)})
+
+    def _speed(self, usage: Usage, together: int) -> Record:
+        """Client-steps a second of this sitting, and how well lanes were used, of all runs that shared them."""
+        if not usage.useful:
+            return {}
+        speed: Record = {"client_steps": usage.useful, "client_steps_per_second": round(usage.rate, 1)}
+        if usage.steps:
+            speed |= {"lanes": usage.lanes, "occupancy": usage.occupancy, "bound": usage.bound, "runs": together}
+        return speed
 
 
 def _training(
@@ -134,11 +267,31 @@ def _training(
     return training
 
 
-def _rounds(experiment: Experiment, training: Training, last: Round | None) -> Iterator[Round]:
+def _rounds(made: _Run, usage: Usage) -> Generator[Round, None, None]:
     """The rounds of a run, by its engine."""
+    training, experiment = made.training, made.experiment
     if experiment.engine == "lanes":
-        return (round for _, round in train_on_lanes([training], resume=[last], precision=experiment.precision))
-    return rounds_of(training, engines[experiment.engine], last)
+        yield from (round for _, round in _on_lanes([made], usage))
+        return
+    engine = Workers() if experiment.engine == "workers" else engines[experiment.engine]
+    usage.begin()
+    for last in rounds_of(training, engine, made.last):
+        usage.useful += sum(map(training.count, last.cohort))
+        yield last
+    usage.end()
+
+
+def _on_lanes(runs: Sequence[_Run], usage: Usage) -> Iterator[tuple[int, Round]]:
+    """The rounds of runs that share lanes, which are as the first one says."""
+    precision, lanes, form = _lanes_of(runs[0].experiment)
+    return train_on_lanes(
+        [made.training for made in runs], resume=[made.last for made in runs], precision=precision,
+        lanes=lanes or None, form=None if form == "auto" else form, usage=usage,
+    )  # fmt: skip
+
+
+def _lanes_of(experiment: Experiment) -> tuple[str, int, str]:
+    return experiment.precision, experiment.lanes, experiment.form
 
 
 def _refuse(experiment: Experiment, local: bool, calibrated: bool, ways: list[str]) -> None:
@@ -163,41 +316,32 @@ def _refuse(experiment: Experiment, local: bool, calibrated: bool, ways: list[st
 
 
 @contextlib.contextmanager
-def blaming(method: str) -> Iterator[None]:
+def blaming(*methods: str) -> Iterator[None]:
     """Turn a failure inside a method of the user's own into a refusal that says where."""
     try:
         yield
     except (UnskewError, ArithmeticError, OSError, MemoryError):
         raise
     except Exception as error:
-        files = {str(Path(file).resolve()) for file in files_of(method)}
-        places = [place for place in traceback.extract_tb(error.__traceback__) if place.filename in files]
+        files = {str(Path(file).resolve()): method for method in methods for file in files_of(method)}
+        trace = [*traceback.extract_tb(error.__traceback__), *getattr(error, "places", ())]  # those in a worker
+        places = [place for place in trace if place.filename in files]
         alone = "vmap" in str(error)
         if not files or not (places or alone):
             raise
         where = f" ({places[-1].filename}, line {places[-1].lineno})" if places else ""
         remedy = "; a method that reads tensors' values can't run batched: try --engine sequential, or torch.where"
         reason = " ".join(str(error).split())[:300]
+        method = files[places[-1].filename] if places else methods[0]
         raise UsageError(
             f"method is {method!r}, which fails: {type(error).__name__}: {reason}{where}{remedy if alone else ''}"
         ) from error
 
 
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use this many threads meanwhile: results on a CPU depend on it in their last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _start(experiment: Experiment, training: Training) -> Record:
+def _start(experiment: Experiment, training: Training, choice: Choice | None) -> Record:
     """What was run, on what, and the bytes that a client receives and sends."""
     model, federation = training.model, training.federation
     sent = traffic(model, training.algorithm)
@@ -221,6 +365,7 @@ def _start(experiment: Experiment, training: Training) -> Record:
             **{Path(file).name: digest(Path(file).read_text(encoding="utf-8")) for file in files_of(experiment.method)},
         },
         "bytes": {"down": down, "up": up, "down_in_papers": down_in_papers, "up_in_papers": up_in_papers, **again},
+        **({"picked": {"engine": choice.engine, "reason": choice.reason}} if choice else {}),
         "labels": list(data.labels),
         "table": table(data.y.cpu(), tuple(part.cpu() for part in federation.clients), data.classes).tolist(),
     }
@@ -253,9 +398,22 @@ def _scored(training: Training, last: Round, local: bool) -> Scores:
     model, federation = training.model, training.federation
     data = federation.data
     if not local:
-        return score(installed(model, last.params), batches(data, test=True), data.classes)
+        with aside(data.y.device):
+            return score(installed(model, last.params), batches(data, test=True), data.classes)
     own = personal_models(model, federation, training.algorithm, last, own_models())
     return functools.reduce(operator.add, score_personal(own, federation).scores)
+
+
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """On a GPU, work on a stream beside that of the training, which goes on meanwhile."""
+    with torch.cuda.stream(_beside(device)) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+@functools.cache
+def _beside(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
 
 
 def _record(scores: Scores) -> Record:

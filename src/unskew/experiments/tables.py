@@ -13,10 +13,13 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from unskew.experiments.experiment import Experiment
 from unskew.results import Record
+
+if TYPE_CHECKING:
+    from unskew.timetable import Usage
 
 
 class Table(NamedTuple):
@@ -90,15 +93,40 @@ class Result(NamedTuple):
     records: list[Record]  # none if it diverged
 
 
-def filled(table: Table, out: Path, jobs: int) -> Iterator[Result]:
-    """Run what is missing of a table, `jobs` runs at a time, yielding results as they come."""
+def filled(table: Table, out: Path, jobs: int, usage: Usage | None = None) -> Iterator[Result]:
+    """Run what is missing of a table, yielding results as they come.
+
+    Runs of the engine "lanes" share lanes where they can, and tell `usage`; of the others there are `jobs` at a time.
+    """
     todo = [(row, experiment) for row, experiments in table.rows.items() for experiment in experiments]
-    if jobs == 1:
+    yield from _on_lanes(out, [item for item in todo if item[1].engine == "lanes"], usage)
+    todo = [item for item in todo if item[1].engine != "lanes"]
+    if jobs == 1 or not todo:
         yield from (_one(out, item) for item in todo)
         return
     context = multiprocessing.get_context("forkserver")
     with context.Pool(jobs, initializer=_quietly) as pool:  # leaving it ends its processes: runs go on another time
         yield from pool.imap_unordered(functools.partial(_one, out), todo)
+
+
+def _on_lanes(out: Path, todo: list[tuple[str, Experiment]], usage: Usage | None) -> Iterator[Result]:
+    from unskew.experiments.runner import run_together
+    from unskew.simulate import Diverged
+
+    found: list[list[Record]] = [[] for _ in todo]
+    experiments = [experiment for _, experiment in todo]
+    for which, record in run_together(experiments, [_folder(out, experiment) for experiment in experiments], usage):
+        row, experiment = todo[which]
+        if isinstance(record, Diverged):
+            yield Result(row, experiment.seed, [])
+            continue
+        found[which].append(record)
+        if record["kind"] == "end":
+            yield Result(row, experiment.seed, found[which])
+
+
+def _folder(out: Path, experiment: Experiment) -> Path:
+    return out / experiment.digest[:12]
 
 
 def _quietly() -> None:
@@ -111,7 +139,7 @@ def _one(out: Path, item: tuple[str, Experiment]) -> Result:
 
     row, experiment = item
     try:
-        return Result(row, experiment.seed, list(run(experiment, out / experiment.digest[:12], resume=True)))
+        return Result(row, experiment.seed, list(run(experiment, _folder(out, experiment), resume=True)))
     except Diverged:
         return Result(row, experiment.seed, [])
 

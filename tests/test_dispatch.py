@@ -1,23 +1,28 @@
-"""Lanes: the schedule's laws, and that what they train is what `sequential` trains."""
+"""Training on lanes: what they train is what `sequential` trains, whatever happens meanwhile."""
 
 import itertools
+import multiprocessing
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
+from torch import nn
 
 from conftest import toy_data, toy_model
 from methods import METHODS, PRODUCT, model_for
 from test_equivalence import gap
 from unskew.algorithms import fedavg, fedavgm, fednova, fedprox, keep_local, moon, scaffold
+from unskew.dispatch import check_shareable, program, train_on_lanes
 from unskew.engine import sequential
 from unskew.errors import UsageError
-from unskew.lanes import check_shareable, program, train_on_lanes
+from unskew.heads import ffc
+from unskew.lanes import Lanes
 from unskew.models import body
 from unskew.optim import cosine
 from unskew.partition import Federation
-from unskew.simulate import Training, train
+from unskew.simulate import Diverged, Round, Training, train
 from unskew.timetable import Usage
 
 
@@ -155,11 +160,142 @@ def test_runs_on_lanes_go_on_after_a_stop(ragged):
     assert not list(train_on_lanes(made, resume=[rounds[-1] for rounds in whole]))
 
 
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_recalibration_on_lanes(name, ragged):
+    options = {"rounds": 4, "batch": 8, "lr": 0.05, "recalibrate": (ffc(0.1), 2)}
+    method = METHODS[name]
+    *_, expected = train(toy_model("batch"), ragged, method, engine=sequential, **options)
+    runs = [Training(toy_model("batch"), ragged, method, **options), Training(toy_model("batch"), ragged, method, 3)]
+    found = [round for run, round in train_on_lanes([replace(run, batch=8) for run in runs]) if run == 0]
+    assert gap(expected, found[-1]) < 1e-9
+    assert [round.number for round in found] == [1, 2, 3, 4]
+
+
+def test_a_run_that_diverges_does_not_stop_the_others(ragged):
+    def run_of(rounds, lr):
+        return Training(toy_model(), ragged, fedavg(), rounds=rounds, batch=8, lr=lr, epochs=3)
+
+    runs, last = [run_of(3, 1e30), run_of(4, 0.05), run_of(9, 1e30)], {}
+    with pytest.raises(Diverged, match="training diverged in round 1: the loss of client 0 is nan") as caught:
+        last.update(train_on_lanes(runs, lanes=3))
+    assert caught.value.runs == [0, 2]
+    assert list(last) == [1]
+    *_, expected = train(toy_model(), ragged, fedavg(), rounds=4, batch=8, lr=0.05, epochs=3, engine=sequential)
+    assert gap(expected, last[1]) < 1e-9
+    usage = Usage()
+    with pytest.raises(Diverged):
+        list(train_on_lanes([run_of(1000, 1e30)], lanes=3, usage=usage))
+    assert usage.useful < 100  # and it did not go on for nothing
+
+
+def test_too_little_memory_halves_the_lanes(ragged, monkeypatch):
+    steps, take = [], Lanes.take
+
+    def limited(self, size, times):
+        steps.append(size)
+        if size > 2 and len(steps) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        take(self, size, times)
+
+    monkeypatch.setattr(Lanes, "take", limited)
+    runs = [Training(toy_model("batch"), ragged, scaffold(3), rounds=3, batch=8, seed=seed) for seed in range(2)]
+    runs = [replace(run, algorithm=runs[0].algorithm) for run in runs]
+    with pytest.warns(UserWarning, match="out of memory: going on with 2 lanes"):
+        rounds = list(train_on_lanes(runs, lanes=5))
+    assert [round.number for run, round in rounds if run == 0] == [1, 2, 3]
+    for which, run in enumerate(runs):
+        *_, expected = train(
+            run.model, ragged, run.algorithm, rounds=3, batch=8, seed=run.seed, engine=sequential
+        )  # fmt: skip
+        assert gap(expected, dict(rounds)[which]) < 1e-9
+    monkeypatch.setattr(Lanes, "take", lambda *_: limited(None, 9, 9))
+    with pytest.raises(torch.OutOfMemoryError):
+        list(train_on_lanes(runs, lanes=1))
+
+
+def test_layers_that_draw_are_reproducible_and_leave_the_generator_alone(ragged):
+    model = toy_model()
+    model.features = nn.Sequential(model.features, nn.Dropout(0.5))
+    run = Training(model, ragged, fedavg(), rounds=2, batch=8, lr=0.05)
+    before = torch.get_rng_state()
+    first, again, other = (
+        dict(train_on_lanes([replace(run, seed=seed)], lanes=2))[0] for seed in (0, 0, 1)
+    )  # fmt: skip
+    assert torch.equal(before, torch.get_rng_state())
+    assert gap(first, again) == 0
+    assert gap(first, other) > 1e-6
+
+
+def spread(rank, folder):
+    """One of two processes that share the lanes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    found = [list(train_on_lanes(runs, lanes=4)) for runs in spread_runs()]
+    torch.save([[(run, round._asdict()) for run, round in rounds] for rounds in found], folder / str(rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spread_runs():
+    parts = (torch.arange(0, 20), torch.arange(20, 25), torch.arange(25, 60))
+    federation, options = Federation(toy_data(), parts), {"rounds": 3, "batch": 8, "lr": 0.05, "epochs": 2}
+    for method in (scaffold(3), keep_local(moon(), body), fednova()):
+        yield [Training(toy_model("batch"), federation, method, **options, seed=seed) for seed in range(3)]
+
+
+def test_two_processes_give_the_same_as_one(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=spread, args=(rank, tmp_path), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    results = [
+        [
+            [(run, Round(**about)) for run, about in rounds]
+            for rounds in torch.load(tmp_path / str(rank), weights_only=False)
+        ]
+        for rank in range(2)
+    ]
+    for case, runs in enumerate(spread_runs()):
+        alone = dict(train_on_lanes(runs, lanes=4))
+        for rank in range(2):
+            there = dict(results[rank][case])
+            assert max(gap(alone[run], there[run]) for run in alone) < 1e-12
+        assert all(gap(results[0][case][at][1], results[1][case][at][1]) == 0 for at in range(9))
+
+
+@pytest.mark.parametrize("form", ["fused", "apart"])
+def test_other_forms_of_the_step(form, ragged):
+    model = toy_model("none")
+    options = {"rounds": 2, "batch": 8, "lr": 0.05, "augment": True}
+    *_, expected = train(model, ragged, moon(), engine=sequential, **options)
+    found = dict(train_on_lanes([Training(model, ragged, moon(), **options)], lanes=2, form=form))[0]
+    assert gap(expected, found) < 1e-9
+    with pytest.raises(UsageError, match="unknown form 'fuse': did you mean 'fused'"):
+        list(train_on_lanes([Training(model, ragged, moon(), **options)], form="fuse"))
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("form", ["grouped", "apart"])
+def test_bfloat16_by_autocast_is_near(form, norm, ragged):
+    model = toy_model(norm).float()
+    run = Training(model, ragged, fedavg(), rounds=2, batch=8, lr=0.05)
+    exact, near = (dict(train_on_lanes([run], precision=kind, form=form))[0] for kind in ("float32", "bfloat16"))
+    assert exact.params.keys() == near.params.keys()
+    assert 1e-6 < gap(exact, near) < 0.05
+    assert all(value.dtype == torch.float32 for value in near.params.values())
+
+
 def test_usage_is_told(ragged):
     usage = Usage()
     list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=2, batch=8)], lanes=2, usage=usage))
     assert usage.useful == 2 * (3 + 1 + 5)
     assert 0.5 < usage.occupancy <= 1
+    assert usage.lanes == 2
+    assert 0.5 < usage.bound <= 1
+    assert usage.rate == usage.rate > 0  # it has stopped
 
 
 def test_a_precision_that_is_none(ragged):

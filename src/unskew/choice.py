@@ -1,0 +1,190 @@
+"""Which engine is the fastest here: a short measurement, remembered in a file.
+
+Which engine pays depends on the network, the batch and the machine. `measured` lets each that can run here take a few
+steps of the training in question, in turns, and says how many client-steps a second they made; `pick` takes the
+fastest. What was measured once for a network, its batch and a machine is kept in speeds.json beside the data sets:
+remove that file after a measurement on a busy machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from unskew.data import data_folder
+from unskew.dispatch import ladder, left_of, most_lanes
+from unskew.engine import engines
+from unskew.errors import UsageError
+from unskew.kernels import FusedConv, fused
+from unskew.lanes import FORMS, Lanes, precise
+from unskew.results import digest, write_text
+from unskew.simulate import Training, rounds_of
+from unskew.timetable import Cost, Steps, choose, rehearse
+from unskew.workers import Workers, check_workers
+
+WORTH = 5_000  # client-steps in all from which on a measurement pays
+SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
+MARGIN = 1.05  # another engine has to be this much faster than the plain one
+PREPARING = 60.0  # seconds that lanes take to compile their steps
+TURNS = 3  # of each engine; the best counts, for others may use the machine too
+TURN = 0.3  # seconds
+
+
+class Choice(NamedTuple):
+    """An engine, and why."""
+
+    engine: str
+    lanes: int = 0  # of lanes
+    form: str = "auto"  # of the lanes' step: one of FORMS
+    speeds: Mapping[str, float] = {}  # client-steps a second; empty if a rule of thumb chose
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        if not self.speeds:
+            return "too short a run to measure"
+        return "client-steps/s: " + ", ".join(f"{name} {speed:,.0f}" for name, speed in self.speeds.items())
+
+
+def pick(run: Training, precision: str = "float32", engine: str = "auto") -> Choice:
+    """The engine for a training, with torch's threads as they are; or, for the engine "lanes", how many and how."""
+    cuda, work = run.federation.data.y.is_cuda, left_of([run], [run.start()])[1]
+    total = sum(map(sum, work[0]))
+    if total < WORTH or (engine == "lanes" and not cuda):
+        small = sum(value.numel() for value in run.net.tree.values()) < SMALL
+        rule = "batched" if small or cuda else "sequential"
+        return Choice(rule if engine == "auto" else engine)
+    speeds = _remembered(run, precision, lambda: measured(run, precision))
+    best, seconds = Choice("sequential", speeds=speeds), total / speeds["sequential"]
+    for name in ("batched", "workers"):
+        if name in speeds and (name != "workers" or _can_work(run)) and MARGIN * total / speeds[name] < seconds:
+            best, seconds = Choice(name, speeds=speeds), total / speeds[name]
+    if engine == "lanes":
+        seconds = math.inf
+    for form in FORMS:
+        cost = _cost(speeds, form)
+        if cost is not None:
+            lanes = choose(work, cost, most_lanes(run), ladder(cuda))
+            needed = PREPARING + _seconds(work, lanes, cost)
+            if needed < seconds:
+                best, seconds = Choice("lanes", lanes, form, speeds), needed
+    return best
+
+
+def _cost(speeds: Mapping[str, float], form: str) -> Cost | None:
+    """A lane step in ms and what each lane adds, from the speeds of two numbers of lanes."""
+    few, many = (f"{count} lanes, {form}" for count in COUNTS)
+    if few not in speeds:
+        return None
+    times = [1e3 * count / speeds[name] for count, name in zip(COUNTS, (few, many), strict=True)]
+    slope = max(0.0, (times[1] - times[0]) / (COUNTS[1] - COUNTS[0]))
+    return max(0.0, times[0] - slope * COUNTS[0]), slope
+
+
+COUNTS = (8, 32)  # lanes to measure
+
+
+def _seconds(work: Steps, lanes: int, cost: Cost) -> float:
+    usage = rehearse(work, ladder(True)(lanes))
+    return (cost[0] * sum(usage.steps.values()) + cost[1] * usage.executed) / 1e3
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def measured(run: Training, precision: str = "float32") -> dict[str, float]:
+    """Client-steps a second of each engine that can run here, in a few steps of a training."""
+    data = run.federation.data
+    few = min(1.0, 8 / len(run.federation.clients))
+    short = replace(run, rounds=2, steps=1, epochs=1, fraction=few, recalibrate=None)
+    candidates: dict[str, Any] = {**engines, **({"workers": Workers()} if _can_work(run) else {})}
+    speeds: dict[str, float] = {}
+    for name, engine in candidates.items():  # one step warms up and says how many make a turn
+        speeds[name] = _speed(short, engine)
+    clients = len(short.ids(1))
+    for _ in range(TURNS):
+        for name, engine in candidates.items():
+            steps = max(1, round(TURN * speeds[name] / clients))
+            speeds[name] = max(speeds[name], _speed(replace(short, steps=steps), engine))
+    if data.y.is_cuda:
+        fits = any(isinstance(part, FusedConv) for part in fused(run.model).modules())
+        for form in FORMS if fits else [name for name in FORMS if name != "fused"]:
+            for count in COUNTS:
+                try:
+                    speeds[f"{count} lanes, {form}"] = _lane_speed(run, count, form, precision)
+                except torch.OutOfMemoryError:
+                    speeds[f"{count} lanes, {form}"] = 1e-9
+    return speeds
+
+
+def _can_work(run: Training) -> bool:
+    """Whether workers can be started here."""
+    try:
+        check_workers(run.federation.data.y.device)
+    except UsageError:
+        return False
+    return True
+
+
+def _speed(run: Training, engine: Any) -> float:
+    """Client-steps a second in the second of two rounds."""
+    *_, last = rounds_of(run, engine)
+    return sum(map(run.count, last.cohort)) / max(last.seconds, 1e-9)
+
+
+def _lane_speed(run: Training, count: int, form: str, precision: str) -> float:
+    """Lane-steps a second; not compiled, which would take longer than it is worth here."""
+    with precise(precision) as autocast:
+        lanes = Lanes(run, [count], 4, autocast=autocast, form=form)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    lanes.take(count, 3)
+    start.record()
+    lanes.take(count, 20)
+    end.record()
+    end.synchronize()
+    return 20 * count / (start.elapsed_time(end) / 1e3)
+
+
+# ---------------------------------------------------------------------------------------------- remembering
+
+
+def _remembered(run: Training, precision: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The speeds in the file, or measured now and written there if it can be."""
+    path = data_folder() / "speeds.json"
+    method, data = run.algorithm, run.federation.data
+    functions = [
+        f"{part.__module__}.{part.__qualname__}" for part in (method.criterion, method.penalty, method.correct)
+    ]
+    key = digest({
+        "model": str(run.model), "batch": run.batch, "augment": run.augment, "shape": list(data.x.shape[1:]),
+        "functions": functions, "clients": min(8, len(run.ids(1))), "precision": precision,
+        "device": torch.cuda.get_device_name() if data.y.is_cuda else f"{platform.machine()} {platform.processor()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(), "torch": torch.__version__,
+    })  # fmt: skip
+    known = _read(path)
+    if key not in known:
+        known = {**known, key: measure()}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, json.dumps(known, indent=1) + "\n")
+        except OSError:  # a home that can't be written to: measured again another time
+            pass
+    return known[key]
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    """What the file holds; a file that is damaged counts as none."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        return {str(key): {str(name): float(speed) for name, speed in speeds.items()} for key, speeds in held.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
