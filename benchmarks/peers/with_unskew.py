@@ -12,9 +12,9 @@ from torch import nn
 import unskew
 from unskew import Split, fedavg
 from unskew.data import dataset
+from unskew.dispatch import train_on_lanes
 from unskew.engine import engines, installed
 from unskew.evaluate import batches, score
-from unskew.lanes import train_on_lanes
 from unskew.partition import Federation
 from unskew.simulate import Round, Training, rounds_of
 
