@@ -18,8 +18,9 @@ from unskew.dispatch import check_shareable, program, train_on_lanes
 from unskew.engine import sequential
 from unskew.errors import UsageError
 from unskew.heads import ffc
+from unskew.kernels import FusedConv, fused
 from unskew.lanes import Lanes
-from unskew.models import body
+from unskew.models import Split, body
 from unskew.optim import cosine
 from unskew.partition import Federation
 from unskew.simulate import Diverged, Round, Training, train
@@ -129,10 +130,12 @@ def test_runs_of_other_programs_are_refused(ragged):
         return Training(model, federation, method, **{"rounds": 1, "batch": 8, **options})
 
     own = replace(fedavg(), correct=lambda grads, params, context: grads)
+    keeps = replace(fedavg(), enroll=lambda params, model: dict(params))  # the same step, but a memory
     other = Federation(toy_data(), ragged.clients)
     for run, message in (
         (run_of(fedprox(0.1)), "the same local step"),
         (run_of(own), "the same local step"),
+        (run_of(keeps), "the same local step"),
         (run_of(model=toy_model("group")), "the same network"),
         (run_of(batch=4), "the same batch and augmentation"),
         (run_of(augment=True), "the same batch and augmentation"),
@@ -268,7 +271,9 @@ def test_two_processes_give_the_same_as_one(tmp_path):
 
 @pytest.mark.parametrize("form", ["fused", "apart"])
 def test_other_forms_of_the_step(form, ragged):
-    model = toy_model("none")
+    layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    model = Split(nn.Sequential(*layers), nn.Linear(36, 5)).double()
+    assert type(fused(model).features[0]) is FusedConv
     options = {"rounds": 2, "batch": 8, "lr": 0.05, "augment": True}
     *_, expected = train(model, ragged, moon(), engine=sequential, **options)
     found = dict(train_on_lanes([Training(model, ragged, moon(), **options)], lanes=2, form=form))[0]

@@ -85,6 +85,9 @@ def test_only_what_fits_is_replaced():
         (nn.Conv2d(3, 4, (3, 5)), nn.MaxPool2d(2)),
         (nn.Conv2d(3, MOST_CHANNELS + 1, 3), nn.MaxPool2d(2)),
         (nn.Conv2d(3, 4, 3), nn.MaxPool2d(3)),
+        (nn.Conv2d(3, 4, 3), nn.MaxPool2d(2, ceil_mode=True)),
+        (nn.Conv2d(3, 4, 3), nn.MaxPool2d(2, dilation=2)),
+        (nn.Conv2d(3, 4, 3), nn.MaxPool2d(2, return_indices=True)),
         (nn.Conv2d(3, 4, 3), nn.MaxPool2d(2, stride=1)),
     ):
         assert type(fused(nn.Sequential(conv, nn.ReLU(), pool))[0]) is nn.Conv2d

@@ -8,6 +8,7 @@ remove that file after a measurement on a busy machine.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unskew.data import data_folder
-from unskew.dispatch import ladder, left_of, most_lanes
+from unskew.dispatch import ladder, left_of, most_lanes, ranks
 from unskew.engine import engines
 from unskew.errors import UsageError
 from unskew.kernels import FusedConv, fused
@@ -32,7 +33,7 @@ from unskew.workers import Workers, check_workers
 
 WORTH = 5_000  # client-steps in all from which on a measurement pays
 SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
-MARGIN = 1.05  # another engine has to be this much faster than the plain one
+MARGIN = 1.05  # an engine has to be this much faster than a simpler one
 PREPARING = 60.0  # seconds that lanes take to compile their steps
 TURNS = 3  # of each engine; the best counts, for others may use the machine too
 TURN = 0.3  # seconds
@@ -50,7 +51,7 @@ class Choice(NamedTuple):
     def reason(self) -> str:
         """Why, in words."""
         if not self.speeds:
-            return "too short a run to measure"
+            return "not measured: a short run, or lanes on a CPU"
         return "client-steps/s: " + ", ".join(f"{name} {speed:,.0f}" for name, speed in self.speeds.items())
 
 
@@ -72,7 +73,7 @@ def pick(run: Training, precision: str = "float32", engine: str = "auto") -> Cho
     for form in FORMS:
         cost = _cost(speeds, form)
         if cost is not None:
-            lanes = choose(work, cost, most_lanes(run), ladder(cuda))
+            lanes = choose(work, cost, most_lanes(run) * ranks()[1], ladder(cuda))
             needed = PREPARING + _seconds(work, lanes, cost)
             if needed < seconds:
                 best, seconds = Choice("lanes", lanes, form, speeds), needed
@@ -103,8 +104,8 @@ def _seconds(work: Steps, lanes: int, cost: Cost) -> float:
 def measured(run: Training, precision: str = "float32") -> dict[str, float]:
     """Client-steps a second of each engine that can run here, in a few steps of a training."""
     data = run.federation.data
-    few = min(1.0, 8 / len(run.federation.clients))
-    short = replace(run, rounds=2, steps=1, epochs=1, fraction=few, recalibrate=None)
+    few = min(run.fraction, 8 / len(run.federation.clients))
+    short = replace(run, rounds=2, steps=1, epochs=1, fraction=few, recalibrate=None, lr=1e-12)  # it can't diverge
     candidates: dict[str, Any] = {**engines, **({"workers": Workers()} if _can_work(run) else {})}
     speeds: dict[str, float] = {}
     for name, engine in candidates.items():  # one step warms up and says how many make a turn
@@ -122,6 +123,8 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
                     speeds[f"{count} lanes, {form}"] = _lane_speed(run, count, form, precision)
                 except torch.OutOfMemoryError:
                     speeds[f"{count} lanes, {form}"] = 1e-9
+                gc.collect()  # lanes and their step hold each other
+                torch.cuda.empty_cache()
     return speeds
 
 
@@ -160,9 +163,8 @@ def _remembered(run: Training, precision: str, measure: Callable[[], dict[str, f
     """The speeds in the file, or measured now and written there if it can be."""
     path = data_folder() / "speeds.json"
     method, data = run.algorithm, run.federation.data
-    functions = [
-        f"{part.__module__}.{part.__qualname__}" for part in (method.criterion, method.penalty, method.correct)
-    ]
+    parts = method.criterion, method.penalty, method.correct
+    functions = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts]
     key = digest({
         "model": str(run.model), "batch": run.batch, "augment": run.augment, "shape": list(data.x.shape[1:]),
         "functions": functions, "clients": min(8, len(run.ids(1))), "precision": precision,

@@ -179,7 +179,7 @@ def _processes() -> Iterator[int]:
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield torch.distributed.get_rank()
     finally:
@@ -355,6 +355,8 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
     from unskew.results import write_text
 
     table = lookup("table", name, tables)()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("a table is run by one process: leave out torchrun")
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}
     table = table._replace(rows=rows)

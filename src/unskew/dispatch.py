@@ -2,7 +2,8 @@
 
 When a lane's client has taken its steps, its upload goes into its run's sum and the lane takes the next client that
 waits, of whatever run. So a straggler with half of the data leaves no lane idle, and training takes the memory of the
-lanes, however many clients there are: what clients keep between rounds lies on the host.
+lanes, however many clients there are: what clients keep between rounds lies on the host. (Several processes hold all
+uploads of a round while they exchange them.)
 
 Runs can share lanes when their local step is the same program: the same network, data, batch and the same functions
 of their algorithms. Seeds, cuts, learning rates, `numbers` such as FedProx's mu, rounds and the server's side may
@@ -19,6 +20,7 @@ which follow the same timetable and yield the same rounds.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import warnings
@@ -61,7 +63,11 @@ def program(run: Training) -> tuple[object, ...]:
     method, shapes = run.algorithm, tuple((name, value.shape, value.dtype) for name, value in run.net.tree.items())
     functions = (method.criterion, method.penalty, method.correct, method.frozen, method.trained, method.shared)
     settings = run.batch, run.augment, id(run.federation.data)
-    return (*functions, *settings, tuple(method.numbers), shapes, run.net.learnable, run.net.moving, str(run.model))
+    start = run.start()
+    kept = (pick(start.state, method.sent), *run.visitor(start, 0))
+    forms = tuple(tuple((name, value.shape, value.dtype) for name, value in tree.items()) for tree in kept)
+    net = (shapes, run.net.learnable, run.net.moving, str(run.model))
+    return (*functions, *settings, tuple(method.numbers), *forms, *net)
 
 
 # ---------------------------------------------------------------------------------------------- all runs
@@ -75,14 +81,18 @@ def train_on_lanes(
 
     `lanes` None: the number that a rehearsal finds fastest. `precision` is that of the steps on a GPU: "float32",
     "tf32", or "bfloat16", by autocast. `compile` None: on a GPU. `form` of the step: see `unskew.lanes`; None: by a
-    rule of thumb. `usage` is told what is executed. A run that diverges ends there, the others go on, and
-    `Diverged` is raised when they are done; its `runs` say which. When memory runs out, the lanes are halved and the
-    rounds that were under way begin again.
+    rule of thumb. `usage` is told what is executed. A run that diverges yields nothing more, though it keeps its place
+    on the lanes; the others go on, and `Diverged` is raised when they are done; its `runs` say which. When memory runs
+    out, the lanes are halved and the rounds that were under way begin again (not with several processes).
     """
     check_shareable(runs)
+    device = runs[0].federation.data.y.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise UsageError(f"the data are on {device}, not on torch's current GPU: torch.cuda.set_device({device.index})")
     last = [before or run.start() for run, before in zip(runs, resume or [None] * len(runs), strict=True)]
     usage = usage or Usage()
-    cuda, processes = runs[0].federation.data.y.is_cuda, ranks()[1]
+    usage.begin()
+    cuda, processes = device.type == "cuda", ranks()[1]
     _, work = left_of(runs, last)
     if not any(work):
         return
@@ -164,7 +174,7 @@ def _carried(
             else:
                 for (run,) in some:
                     carrier.settle(run)
-            if carrier.all_diverged:
+            if carrier.all_diverged and processes == 1:  # several would not see it at the same moment
                 break
         yield from carrier.arrived(wait=True)
         usage.end()
@@ -225,7 +235,7 @@ class Carrier:
     def _begin(self, run: int) -> None:
         """Make ready for the next round, and have the plans of the one after it made."""
         training, last = self.runs[run], self.last[run]
-        if last.number == training.rounds:
+        if last.number >= training.rounds:
             return
         round = last.number + 1 - self.first[run]
         self.sums[run] = training.sum.begin(self.cohorts[run][round])
@@ -283,7 +293,7 @@ class Carrier:
             if self.processes == 1:
                 self.sums[run] = training.sum.add(self.sums[run], ids, uploads)
                 self._keep(run, ids, kept)
-                uploads = {}
+                uploads, kept = {}, kept[:0]
             self.finished[run].append(Finished([visit.place for visit in visits], uploads, kept, losses))
 
     def _keep(self, run: int, ids: Sequence[int], kept: Tensor) -> None:
@@ -326,12 +336,15 @@ class Carrier:
             ordered = [loss for _, loss in sorted(zip(places, losses, strict=True))]
             return training.judged(round, ordered, bool(finite), began)
 
-        settled = Settled(run, ready, judge)
+        self.pending.append(Settled(run, ready, judge))
         if training.recalibrated_in(round.number):  # the next round needs it now
-            round = self._judged(settled) or round
-            settled = Settled(run, None, lambda: round)
+            waiting, self.pending = self.pending, deque()
+            for settled in waiting:
+                judged = self._judged(settled)
+                if judged is not None:
+                    self.pending.append(Settled(settled.run, None, functools.partial(_itself, judged)))
+                    round = judged if settled.run == run else round
         self.last[run] = round
-        self.pending.append(settled)
         self._begin(run)
 
     def _together(self, run: int, ids: Sequence[int]) -> Finished:
@@ -396,8 +409,12 @@ class Finished(NamedTuple):
 
     places: list[int]  # in the cohort
     uploads: Tree  # stacked, where there are several processes; else they have been added already
-    kept: Tensor  # rows
+    kept: Tensor  # rows, likewise
     losses: Tensor  # means over their steps
+
+
+def _itself(round: Round) -> Round:
+    return round
 
 
 def _planned(run: Training, number: int, id: int, pinned: bool) -> Tree:

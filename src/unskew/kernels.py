@@ -330,4 +330,5 @@ def _fits(conv: nn.Module, relu: nn.Module | None = None, pool: nn.Module | None
     square = conv.kernel_size[0] == conv.kernel_size[1] and conv.bias is not None
     small = conv.in_channels <= MOST_CHANNELS and conv.out_channels <= MOST_CHANNELS
     halved = pool.kernel_size in (2, (2, 2)) and pool.stride in (2, (2, 2)) and pool.padding in (0, (0, 0))
-    return plain and square and small and halved
+    usual = pool.dilation in (1, (1, 1)) and not pool.ceil_mode and not pool.return_indices
+    return plain and square and small and halved and usual

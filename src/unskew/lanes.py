@@ -328,7 +328,8 @@ class Lanes:
                 lanes[name][:, : max(steps)].index_copy_(0, at, packed)
                 continue
             for place, plan in zip(places, plans, strict=True):
-                lanes[name][place, : len(plan[name])].copy_(plan[name], non_blocking=True)
+                tensor = plan[name] if plan[name].is_pinned() else self.sent(plan[name])
+                lanes[name][place, : len(tensor)].copy_(tensor, non_blocking=True)
 
     def finish(
         self, run: Training, places: Sequence[int], sgd: SGD, examples: Sequence[int]

@@ -1,7 +1,7 @@
 """The timetable of lanes: which client is on which lane when.
 
 A lane trains one client at a time. Since the number of steps of every client is known beforehand, the whole timetable
-is made on the host, without a device: `schedule` is a generator of five operations, which `unskew.lanes` carries out;
+is made on the host, without a device: `schedule` is a generator of five operations that `unskew.dispatch` carries out,
 `rehearse` counts what a timetable would execute, and `choose` finds the number of lanes that would take the shortest
 time.
 """
@@ -136,7 +136,7 @@ class Usage:
         self.begin()
 
     def begin(self, bound: float = 1.0) -> None:
-        """Count from here: the steps are ready, and `bound` is the highest occupancy that there can be."""
+        """Count from here: the steps are ready; `bound` is the highest occupancy that there can be without a ladder."""
         self.steps: Counter[int] = Counter()  # by size
         self.useful = 0  # client-steps
         self.bound = bound
@@ -159,7 +159,7 @@ class Usage:
     @property
     def executed(self) -> int:
         """Lane-steps."""
-        return sum(size * times for size, times in self.steps.items())
+        return sum(size * times for size, times in list(self.steps.items()))  # others may look while it grows
 
     @property
     def occupancy(self) -> float:
@@ -182,7 +182,7 @@ def rehearse(work: Steps, ladder: Sequence[int]) -> Usage:
 
 
 def bound(work: Steps, lanes: int) -> float:
-    """The highest occupancy that there can be: all steps over lanes times the longest chain, at most 1."""
+    """The highest occupancy without a ladder: all steps over lanes times the longest chain, at most 1."""
     chain = max(sum(max(steps) for steps in rounds) for rounds in work)
     return min(1.0, sum(sum(map(sum, rounds)) for rounds in work) / max(lanes * chain, 1))
 

@@ -165,6 +165,8 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
         if torch.device(device).type not in ("cpu", "cuda"):
             raise RuntimeError("allowed are cpu, cuda and cuda:N")
         torch.empty(0, device=device)
+        if torch.device(device).type == "cuda" and torch.device(device).index is not None:
+            torch.cuda.set_device(device)  # streams and graphs are made on torch's current GPU
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"device is {device!r}, which can't be used here ({reason}): try cpu") from None

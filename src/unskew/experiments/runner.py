@@ -37,7 +37,7 @@ from unskew.engine import at_home, engines, installed, threads
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.folder import claim, examine, load_round, save_model, save_round
+from unskew.experiments.folder import claim, examine, holds_run, load_round, save_model, save_round
 from unskew.experiments.parts import (
     Yardstick,
     calibrators_of,
@@ -77,13 +77,15 @@ def run(
     if made.finished:
         yield from made.records
         return
-    if count > 1 and made.experiment.engine != "lanes":
-        raise UsageError(f"engine is {made.experiment.engine!r}, but there are {count} processes: use --engine lanes")
-    records = made.begun() if rank == 0 else []
+    records = []
+    if rank == 0:
+        _refuse_processes(made.experiment, count)
+        records = made.begun()
     if count > 1:
         made.meet()
     if rank > 0:  # lends its lanes; the first process writes
-        deque(_rounds(made, usage), maxlen=0)
+        with threads(made.experiment.threads), blaming(made.experiment.method):
+            deque(_rounds(made, usage), maxlen=0)
         return
     yield from records
     with (
@@ -177,7 +179,8 @@ class _Run:
         self.training = _training(experiment, model, federation, method.algorithm, given)
         self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
         _refuse(experiment, self.local, bool(self.makers), [parse(spec)[0] for spec in self.ways])
-        self.experiment, self.choice = picked(experiment, self.training) if alone else (experiment, None)
+        free = alone and ranks()[0] == 0 and not holds_run(out)  # nobody else says which engine and lanes
+        self.experiment, self.choice = picked(experiment, self.training) if free else (experiment, None)
         self.last: Round | None = None
         self.kept = -math.inf, 0  # when and at which round the checkpoint was written
 
@@ -194,8 +197,10 @@ class _Run:
         return list(self.records)
 
     def meet(self) -> None:
-        """Wait for the other processes; all begin at the checkpoint that the first one has found."""
-        torch.distributed.barrier()
+        """Wait for the other processes; all do what the first one has picked, from the checkpoint that it has found."""
+        told = [self.experiment]
+        torch.distributed.broadcast_object_list(told)
+        (self.experiment,) = told
         self.last = load_round(self.checkpoint, self.experiment) if self.checkpoint.exists() else None
         torch.distributed.barrier()
 
@@ -292,6 +297,14 @@ def _on_lanes(runs: Sequence[_Run], usage: Usage) -> Iterator[tuple[int, Round]]
 
 def _lanes_of(experiment: Experiment) -> tuple[str, int, str]:
     return experiment.precision, experiment.lanes, experiment.form
+
+
+def _refuse_processes(experiment: Experiment, count: int) -> None:
+    """Refuse what several processes can't share."""
+    if count > 1 and experiment.engine != "lanes":
+        raise UsageError(f"engine is {experiment.engine!r}, but there are {count} processes: use --engine lanes")
+    if count > 1 and ":" in experiment.device:
+        raise UsageError(f"device is {experiment.device!r}, but there are {count} processes, one a GPU: use cuda")
 
 
 def _refuse(experiment: Experiment, local: bool, calibrated: bool, ways: list[str]) -> None:

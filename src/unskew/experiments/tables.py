@@ -194,7 +194,7 @@ def markdown(name: str, table: Table, results: list[Result]) -> str:
         f"# {table.title}",
         "",
         f"`unskew table {name}`: test accuracy in %, mean ± standard deviation over {seeds} seeds, which change the "
-        f"cut, the network and the batches. {start['hardware']}; {versions}.",
+        f"cut, the network and the batches. {start['hardware']}; {versions}{_precision(start)}.",
         "",
         table.note,
         "",
@@ -205,6 +205,11 @@ def markdown(name: str, table: Table, results: list[Result]) -> str:
         lines.append(f"| {row} | " + " | ".join(str(cell.get(column, "diverged")) for column in columns) + " |")
     compared = found.get(table.reference, {}).keys() == set(columns)
     return "\n".join(lines + (_unhelpful(found, columns, table.reference) if compared else [])) + "\n"
+
+
+def _precision(start: Record) -> str:
+    precision = start.get("experiment", {}).get("precision", "float32")
+    return "" if precision == "float32" else f"; trained in {precision}"
 
 
 def _unhelpful(found: dict[str, dict[str, Cell]], columns: list[str], reference: str) -> list[str]:
