@@ -324,14 +324,14 @@ def test_the_linear_layer_of_a_head() -> None:
     ],
 )
 def test_networks_run_under_vmap(make: Callable[..., Split], norm: str, shape: tuple[int, ...]) -> None:
-    nets = [make(norm=norm) for _ in range(2)]
+    nets = [make(norm=norm).double() for _ in range(2)]  # in float32, a near tie of a maximum would go either way
     for net in nets:
         for part in net.modules():
             if isinstance(part, nn.BatchNorm2d):
                 part.num_batches_tracked = None  # its `+= 1` can't be done under vmap
     params, buffers = stack_module_state(nets)
     skeleton = copy.deepcopy(nets[0]).to("meta")
-    x, y = torch.randn(shape), torch.tensor([[0, 1, 2], [3, 4, 5]])
+    x, y = torch.randn(shape, dtype=torch.float64), torch.tensor([[0, 1, 2], [3, 4, 5]])
 
     def objective(params, buffers, x, y):  # one client; running statistics go in as they are and come out as aux
         buffers = {key: value.clone() for key, value in buffers.items()}
