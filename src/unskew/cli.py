@@ -32,7 +32,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )  # fmt: skip
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from unskew import __version__
@@ -247,7 +247,7 @@ class _Speed(ProgressColumn):
     """Useful client-steps a second, and how busy the lanes are, as they are now."""
 
     def __init__(self, usage: Usage) -> None:
-        super().__init__()
+        super().__init__(table_column=Column(no_wrap=True))
         self.usage = usage
 
     def render(self, task: Task) -> Text:
