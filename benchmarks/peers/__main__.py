@@ -89,7 +89,7 @@ def settings(name: str, benchmark: Benchmark, given: argparse.Namespace) -> list
         return [Setting("a client on each core", ("--threads", "1")), alone][:cores]
     if name == "pfl" and given.processes:
         return [Setting(f"{given.processes} process(es) of 1 thread", ("--threads", "1"), given.processes)]
-    if name == "pfl" and benchmark.device == "cuda":  # its authors measured 1 and 5 on a GPU
+    if name == "pfl" and benchmark.device == "cuda":  # several may share a GPU
         return [Setting("1 process"), Setting("5 processes of 1 thread", ("--threads", "1"), 5)]
     if name == "pfl":
         return [many, one, Setting(f"{cores} processes of 1 thread", ("--threads", "1"), cores)][: cores + 1]
