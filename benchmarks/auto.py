@@ -23,9 +23,9 @@ from lanes import plain_loop
 from unskew import build, dirichlet, fedavg, federate
 from unskew.choice import pick
 from unskew.data import dataset
-from unskew.engine import engines, threads
+from unskew.engine import threads
 from unskew.simulate import Training, rounds_of
-from unskew.workers import Workers
+from unskew.workers import known_engines
 
 CASES = {"small-cnn, batch 32": ("small-cnn", 1, 8, 32), "cnn, batch 10": ("cnn", 3, 32, 10),
          "cnn, batch 64": ("cnn", 3, 32, 64)}  # fmt: skip
@@ -59,7 +59,7 @@ def compare(name: str, network: str, channels: int, size: int, batch: int, given
     steps = max(10, round(given.seconds * loop(20)))
     turns = rounds_of(
         replace(run, steps=max(1, steps // 10), rounds=given.pairs + 1),
-        Workers() if choice.engine == "workers" else engines[choice.engine],
+        known_engines[choice.engine],
     )
     next(turns)
     ratios = []

@@ -13,21 +13,18 @@ import unskew
 from unskew import Split, fedavg
 from unskew.data import dataset
 from unskew.dispatch import train_on_lanes
-from unskew.engine import engines, installed
+from unskew.engine import installed
 from unskew.evaluate import batches, score
 from unskew.partition import Federation
 from unskew.simulate import Round, Training, rounds_of
+from unskew.workers import known_engines
 
 
 def rounds(run: Training, engine: str, lanes: int | None, precision: str) -> Iterator[Round]:
     """The rounds of a training by an engine, or on lanes."""
     if engine == "lanes":
         return (round for _, round in train_on_lanes([run], lanes=lanes, precision=precision))
-    if engine == "workers":
-        from unskew.workers import Workers
-
-        return rounds_of(run, Workers())
-    return rounds_of(run, engines[engine])
+    return rounds_of(run, known_engines[engine])
 
 
 def measure(benchmark: Benchmark, images: Images, given: argparse.Namespace) -> tuple[Clock, nn.Module, str]:

@@ -16,20 +16,20 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from unskew.data import data_folder
 from unskew.dispatch import ladder, left_of, most_lanes, ranks
-from unskew.engine import engines
+from unskew.engine import Engine
 from unskew.errors import UsageError
-from unskew.kernels import FusedConv, fused
+from unskew.kernels import fusible
 from unskew.lanes import FORMS, Lanes, precise
 from unskew.results import digest, write_text
-from unskew.simulate import Training, rounds_of
-from unskew.timetable import Cost, Steps, choose, rehearse
-from unskew.workers import Workers, check_workers
+from unskew.simulate import Trainer, Training, rounds_of
+from unskew.timetable import Cost, choose, estimated
+from unskew.workers import check_workers, known_engines
 
 WORTH = 5_000  # client-steps in all from which on a measurement pays
 SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
@@ -60,7 +60,7 @@ def pick(run: Training, precision: str = "float32", engine: str = "auto") -> Cho
     cuda, work = run.federation.data.y.is_cuda, left_of([run], [run.start()])[1]
     total = sum(map(sum, work[0]))
     if total < WORTH or (engine == "lanes" and not cuda):
-        small = sum(value.numel() for value in run.net.tree.values()) < SMALL
+        small = run.net.size < SMALL
         rule = "batched" if small or cuda else "sequential"
         return Choice(rule if engine == "auto" else engine)
     speeds = _remembered(run, precision, lambda: measured(run, precision))
@@ -74,7 +74,7 @@ def pick(run: Training, precision: str = "float32", engine: str = "auto") -> Cho
         cost = _cost(speeds, form)
         if cost is not None:
             lanes = choose(work, cost, most_lanes(run) * ranks()[1], ladder(cuda))
-            needed = PREPARING + _seconds(work, lanes, cost)
+            needed = PREPARING + estimated(work, ladder(True)(lanes), cost) / 1e3
             if needed < seconds:
                 best, seconds = Choice("lanes", lanes, form, speeds), needed
     return best
@@ -93,11 +93,6 @@ def _cost(speeds: Mapping[str, float], form: str) -> Cost | None:
 COUNTS = (8, 32)  # lanes to measure
 
 
-def _seconds(work: Steps, lanes: int, cost: Cost) -> float:
-    usage = rehearse(work, ladder(True)(lanes))
-    return (cost[0] * sum(usage.steps.values()) + cost[1] * usage.executed) / 1e3
-
-
 # ---------------------------------------------------------------------------------------------- measuring
 
 
@@ -106,7 +101,7 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
     data = run.federation.data
     few = min(run.fraction, 8 / len(run.federation.clients))
     short = replace(run, rounds=2, steps=1, epochs=1, fraction=few, recalibrate=None, lr=1e-12)  # it can't diverge
-    candidates: dict[str, Any] = {**engines, **({"workers": Workers()} if _can_work(run) else {})}
+    candidates = {name: made for name, made in known_engines.items() if name != "workers" or _can_work(run)}
     speeds: dict[str, float] = {}
     for name, engine in candidates.items():  # one step warms up and says how many make a turn
         speeds[name] = _speed(short, engine)
@@ -116,8 +111,7 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
             steps = max(1, round(TURN * speeds[name] / clients))
             speeds[name] = max(speeds[name], _speed(replace(short, steps=steps), engine))
     if data.y.is_cuda:
-        fits = any(isinstance(part, FusedConv) for part in fused(run.model).modules())
-        for form in FORMS if fits else [name for name in FORMS if name != "fused"]:
+        for form in FORMS if fusible(run.model) else [name for name in FORMS if name != "fused"]:
             for count in COUNTS:
                 try:
                     speeds[f"{count} lanes, {form}"] = _lane_speed(run, count, form, precision)
@@ -137,7 +131,7 @@ def _can_work(run: Training) -> bool:
     return True
 
 
-def _speed(run: Training, engine: Any) -> float:
+def _speed(run: Training, engine: Engine | Trainer) -> float:
     """Client-steps a second in the second of two rounds."""
     *_, last = rounds_of(run, engine)
     return sum(map(run.count, last.cohort)) / max(last.seconds, 1e-9)

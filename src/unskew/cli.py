@@ -169,10 +169,15 @@ def run(
         report(records, out)
 
 
+def _started() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextlib.contextmanager
 def _processes() -> Iterator[int]:
     """Join the processes that torchrun has started, one for each GPU; gives this one's rank."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if _started() == 1:
         yield 0
         return
     import torch
@@ -355,7 +360,7 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
     from unskew.results import write_text
 
     table = lookup("table", name, tables)()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _started() > 1:
         raise UsageError("a table is run by one process: leave out torchrun")
     given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}

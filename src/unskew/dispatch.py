@@ -48,13 +48,13 @@ COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a s
 
 def check_shareable(runs: Sequence[Training]) -> None:
     """Refuse runs whose local steps are not the same program."""
-    first = runs[0]
+    first, wanted = runs[0], program(runs[0])
     for run in runs[1:]:
         if run.federation.data is not first.federation.data:
             raise UsageError("runs that share lanes must have the same data set: load it once")
         if (run.batch, run.augment) != (first.batch, first.augment):
             raise UsageError("runs that share lanes must have the same batch and augmentation")
-        if program(run) != program(first):
+        if program(run) != wanted:
             raise UsageError("runs that share lanes must have the same network and the same local step")
 
 
@@ -127,7 +127,7 @@ def left_of(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[
 
 def most_lanes(run: Training) -> int:
     """As many as pay: a large network fills a GPU with few, and memory with more."""
-    return 64 if sum(value.numel() for value in run.net.tree.values()) < LARGE else 16
+    return 64 if run.net.size < LARGE else 16
 
 
 def ladder(cuda: bool) -> Callable[[int], list[int]]:
@@ -276,7 +276,7 @@ class Carrier:
         if (run, id) in self.kept:
             return self.kept[run, id].to(self.lanes.device, non_blocking=True)
         client = self.runs[run].visitor(self.last[run], id)
-        return self.lanes.kept.packed({**prefix("memory", client.memory), **prefix("own", client.own)}, ())
+        return self.lanes.kept.packed(client.tree(), ())
 
     def _id(self, visit: Visit) -> int:
         return self.cohorts[visit.run][visit.round][visit.place]
@@ -320,8 +320,7 @@ class Carrier:
         params, state = settle(training.net, training.algorithm, before.params, before.state, total)
         clients = {}
         for id in ids if self.lanes.kept.width else ():
-            tree = self.lanes.kept.trees(self.kept[run, id])
-            clients[id] = Client(under("own", tree), under("memory", tree))
+            clients[id] = Client.of(self.lanes.kept.trees(self.kept[run, id]))
         round = training.next(before, ids, params, state, clients)
         finite = torch.stack([torch.isfinite(value).all() for value in params.values()]).all()
         losses = [group.losses for group in finished]

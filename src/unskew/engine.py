@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,6 +90,11 @@ class Network:
     tree: Tree  # the module's own values
     learnable: frozenset[str]
     moving: frozenset[str]  # running statistics
+
+    @property
+    def size(self) -> int:
+        """Numbers in all its tensors."""
+        return sum(value.numel() for value in self.tree.values())
 
     def __call__(self, tree: Tree, x: Tensor, train: bool = False) -> Output:
         """One forward pass with these tensors; in training mode it writes the running statistics inside `tree`."""
@@ -326,9 +332,17 @@ def sequential(
 ) -> Outcome:
     """The specification: one client after the other."""
     visit = alone(net, algorithm, sgd, data, params, pick(state, algorithm.sent))
-    total, after, losses = sum.begin(cohort.ids), [], []
-    for id, client, todo, size in zip(*cohort, strict=True):
-        upload, client, loss = visit(id, client, todo, size)
+    visits = itertools.starmap(visit, zip(*cohort, strict=True))
+    return added_up(net, algorithm, params, state, cohort.ids, visits, sum)
+
+
+def added_up(
+    net: Network, algorithm: Algorithm, params: Tree, state: Tree, ids: Sequence[int], visits: Iterable[Visited],
+    sum: Sum,
+) -> Outcome:  # fmt: skip
+    """The outcome of a round, from what its clients have done, in the order of the cohort."""
+    total, after, losses = sum.begin(ids), [], []
+    for id, (upload, client, loss) in zip(ids, visits, strict=True):
         total = sum.add(total, [id], stack([upload]))
         after.append(client)
         losses.append(loss)

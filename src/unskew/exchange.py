@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from unskew.tree import Tree
+from unskew.tree import Tree, prefix, under
 
 
 class Batch(NamedTuple):
@@ -58,3 +58,12 @@ class Client(NamedTuple):
 
     own: Tree  # tensors that are not shared
     memory: Tree  # what the algorithm asked to keep
+
+    def tree(self) -> Tree:
+        """Both in one tree, memory first: `of` takes them apart again."""
+        return {**prefix("memory", self.memory), **prefix("own", self.own)}
+
+    @classmethod
+    def of(cls, tree: Tree) -> Client:
+        """The client of a tree; other names in it do not matter."""
+        return cls(under("own", tree), under("memory", tree))

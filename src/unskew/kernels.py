@@ -323,6 +323,11 @@ def fused(model: nn.Module) -> nn.Module:
     return model
 
 
+def fusible(model: nn.Module) -> bool:
+    """Whether `fused` would replace anything."""
+    return any(isinstance(part, FusedConv) for part in fused(model).modules())
+
+
 def _fits(conv: nn.Module, relu: nn.Module | None = None, pool: nn.Module | None = None) -> bool:
     if type(conv) is not nn.Conv2d or not isinstance(relu, nn.ReLU) or not isinstance(pool, nn.MaxPool2d):
         return False

@@ -30,12 +30,12 @@ from unskew.data import Crops, Dataset
 from unskew.engine import Local, batch_of, begin, leave, local_step, network
 from unskew.errors import lookup
 from unskew.exchange import Batch, Client, Context
-from unskew.kernels import FusedConv, fused
+from unskew.kernels import fused, fusible
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import derive
 from unskew.simulate import Training
-from unskew.tree import Tree, pick, prefix, rows, under
+from unskew.tree import Tree, pick, rows, under
 
 # ---------------------------------------------------------------------------------------------- trees as rows
 
@@ -97,9 +97,9 @@ def form_of(run: Training, precision: str) -> str:
     """The form that pays, by a rule of thumb."""
     if not run.federation.data.y.is_cuda:
         return "grouped"
-    if precision != "float32" and any(isinstance(part, FusedConv) for part in fused(run.model).modules()):
+    if precision != "float32" and fusible(run.model):
         return "fused"
-    return "apart" if sum(value.numel() for value in run.net.tree.values()) >= LARGE else "grouped"
+    return "apart" if run.net.size >= LARGE else "grouped"
 
 
 def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) -> Callable[[Dataset, Buffers], None]:
@@ -154,20 +154,21 @@ def _only(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: S
     return one, Batch(x, batch.y[0]), given, progress[0], numbers
 
 
-class _BatchNorm(nn.BatchNorm2d):
-    """Batch norm in float32 under autocast, where vmap's own rule takes no mixture."""
+class _InFloat32(nn.Module):
+    """A norm in float32 under autocast, for vmap's own rule takes no mixture; what it gives is as wide as its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            return super().forward(x.float()).to(x.dtype)
+            made: Tensor = super().forward(x.float())
+            return made.to(x.dtype)
 
 
-class _GroupNorm(nn.GroupNorm):
-    """Group norm in float32 under autocast; what it gives is as wide as what it gets."""
+class _BatchNorm(_InFloat32, nn.BatchNorm2d):
+    pass
 
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return super().forward(x.float()).to(x.dtype)
+
+class _GroupNorm(_InFloat32, nn.GroupNorm):
+    pass
 
 
 def _norms_in_float32(model: Split) -> Split:
@@ -203,7 +204,7 @@ class Lanes:
             "given": dict.fromkeys((*SGD._fields, "count"), like.new_zeros(())),
         }  # fmt: skip
         self.forms = {name: Rows(form, like, count) for name, form in forms.items()}
-        self.kept = Rows({**prefix("memory", client.memory), **prefix("own", client.own)}, like)
+        self.kept = Rows(client.tree(), like)
         plans = (count, longest, run.batch)
         self.buffers: Buffers = {
             **{name: form.flat for name, form in self.forms.items()}, "loss": like.new_zeros(count),
@@ -355,8 +356,7 @@ class Lanes:
 
         axes = Context(*(0 if tree else None for tree in context))  # type: ignore[arg-type]
         uploads, client = vmap(leaves, in_dims=(0, axes, 0))(local, context, sizes)
-        kept = {**prefix("memory", client.memory), **prefix("own", client.own)}
-        return uploads, self.kept.packed(kept, (len(places),)), local.loss
+        return uploads, self.kept.packed(client.tree(), (len(places),)), local.loss
 
     def move(self, source: int, target: int) -> None:
         """Move a client to another lane."""

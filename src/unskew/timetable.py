@@ -190,18 +190,21 @@ def bound(work: Steps, lanes: int) -> float:
 Cost = tuple[float, float]  # milliseconds of a step: the first, plus the second for each lane
 
 
+def estimated(work: Steps, ladder: Sequence[int], cost: Cost) -> float:
+    """Milliseconds that the work would take."""
+    usage = rehearse(work, ladder)
+    return cost[0] * sum(usage.steps.values()) + cost[1] * usage.executed
+
+
 def choose(work: Steps, cost: Cost, most: int, ladder: Callable[[int], list[int]] = ladder_of) -> int:
     """The number of lanes, up to `most`, that would take the shortest time."""
     clients = sum(max(map(len, rounds)) for rounds in work)
     few = [rounds[: max(1, min(5, ENOUGH // clients))] for rounds in work]
 
-    def seconds(lanes: int) -> float:
-        usage = rehearse(few, ladder(lanes))
-        return cost[0] * sum(usage.steps.values()) + cost[1] * usage.executed
-
     most = min(clients, most)
     rungs = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-    return min(sorted({most, *(rung for rung in rungs if rung < most)}), key=seconds)
+    candidates = sorted({most, *(rung for rung in rungs if rung < most)})
+    return min(candidates, key=lambda lanes: estimated(few, ladder(lanes), cost))
 
 
 ENOUGH = 2_000  # visits to choose by

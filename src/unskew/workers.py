@@ -32,11 +32,11 @@ from typing import NamedTuple
 
 import torch
 
-from unskew.engine import Outcome, Visited, alone, noted, settle, threads
+from unskew.engine import Engine, Visited, added_up, alone, engines, noted, threads
 from unskew.errors import COUNT, UsageError, check_number
 from unskew.exchange import Client
-from unskew.simulate import Round, Training
-from unskew.tree import Tree, each, pick, prefix, stack, under
+from unskew.simulate import Round, Trainer, Training
+from unskew.tree import Tree, each, pick, prefix, under
 
 REMEDY = "use --engine sequential, in Python engine=sequential"
 
@@ -62,6 +62,9 @@ class Workers:
                 with threads(1):
                     last = _next(run, crew, last)
                 yield last
+
+
+known_engines: dict[str, Engine | Trainer] = {**engines, "workers": Workers()}  # by name; lanes take many runs
 
 
 def check_workers(device: torch.device) -> None:
@@ -174,13 +177,9 @@ def _next(run: Training, crew: Sequence[Worker], last: Round) -> Round:
     began, number = time.perf_counter(), last.number + 1
     ids = run.ids(number)
     with noted(f"in round {number} of {run.rounds}"):
-        total, after, losses = run.sum.begin(ids), [], []
-        for id, (upload, client, loss) in zip(ids, _visits(run, crew, last, ids), strict=True):
-            total = run.sum.add(total, [id], stack([upload]))
-            after.append(client)
-            losses.append(loss)
-        params, state = settle(run.net, run.algorithm, last.params, last.state, run.sum.end(total))
-    return run.after(last, ids, Outcome(params, state, after, losses), began)
+        visits = _visits(run, crew, last, ids)
+        outcome = added_up(run.net, run.algorithm, last.params, last.state, ids, visits, run.sum)
+    return run.after(last, ids, outcome, began)
 
 
 def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[int]) -> Iterator[Visited]:
@@ -194,7 +193,7 @@ def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[in
     def employ(worker: Worker) -> None:
         if waiting:
             place = waiting.popleft()
-            brought = worker.client.write(_tree(run.visitor(last, ids[place])))
+            brought = worker.client.write(run.visitor(last, ids[place]).tree())
             with _alive(worker, ids[place]):
                 worker.pipe.send((last.number + 1, ids[place], server, brought))
             busy[worker.pipe] = worker, place
@@ -218,7 +217,7 @@ def _received(worker: Worker, id: int) -> Visited:
         raise reply.error from RuntimeError(f"in a worker:\n{reply.trace}")
     layout, loss = reply
     tree = each(torch.clone, worker.client.read(layout))
-    return Visited(under("upload", tree), _client(tree), loss)
+    return Visited(under("upload", tree), Client.of(tree), loss)
 
 
 @contextlib.contextmanager
@@ -235,14 +234,6 @@ def _alive(worker: Worker, id: int) -> Iterator[None]:
         ) from None
 
 
-def _tree(client: Client) -> Tree:
-    return {**prefix("own", client.own), **prefix("memory", client.memory)}
-
-
-def _client(tree: Tree) -> Client:
-    return Client(under("own", tree), under("memory", tree))
-
-
 # ---------------------------------------------------------------------------------------------- in a worker
 
 
@@ -257,9 +248,9 @@ def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared) -> N
             number, id, given, brought = pipe.recv()
             reply: tuple[Layout, float] | Failure
             try:
-                client = _client(each(torch.clone, shared.read(brought)))
+                client = Client.of(each(torch.clone, shared.read(brought)))
                 upload, client, loss = _trained(run, number, id, server.read(given), client)
-                reply = shared.write({**prefix("upload", upload), **_tree(client)}), loss
+                reply = shared.write({**prefix("upload", upload), **client.tree()}), loss
             except BaseException as error:
                 reply = _failure(error)
             with contextlib.suppress(OSError):  # nobody reads

@@ -16,7 +16,7 @@ from unskew.choice import SMALL, Choice, pick
 from unskew.data import Dataset, load
 from unskew.dispatch import train_on_lanes
 from unskew.download import Progress
-from unskew.engine import engines, threads
+from unskew.engine import threads
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, calibrators, check_training, oracle
@@ -29,7 +29,7 @@ from unskew.seeds import generator, seeded
 from unskew.simulate import Training
 from unskew.specs import called, converted, defaults_of, made, own, parse
 from unskew.transforms import Transform
-from unskew.workers import Workers, check_workers
+from unskew.workers import check_workers, known_engines
 
 AUTO_MODELS = ("small-cnn", "cnn")  # for grey images, for others
 
@@ -174,7 +174,7 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
     experiment = replace(experiment, device=device, model=name, calibrate=_calibrate(experiment))
     model = method.variant(network_of(experiment, data), generator(experiment.seed, "variant"))
     small = sum(value.numel() for value in model.parameters()) < SMALL
-    lookup("engine", experiment.engine, {**engines, "workers": Workers, "lanes": train_on_lanes, "auto": pick})
+    lookup("engine", experiment.engine, {**known_engines, "lanes": train_on_lanes, "auto": pick})
     lookup("precision", experiment.precision, precisions)
     lookup("form", experiment.form, {form: form for form in (*FORMS, "auto")})
     if experiment.engine == "workers":

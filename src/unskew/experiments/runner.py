@@ -33,7 +33,7 @@ from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.data import Dataset, draw_crops, gather
 from unskew.dispatch import program, ranks, train_on_lanes
 from unskew.download import Progress
-from unskew.engine import at_home, engines, installed, threads
+from unskew.engine import at_home, installed, threads
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
@@ -60,7 +60,7 @@ from unskew.seeds import generator
 from unskew.simulate import Diverged, Round, Training, collect_all, rounds_of
 from unskew.specs import parse
 from unskew.timetable import Usage
-from unskew.workers import Workers
+from unskew.workers import known_engines
 
 
 def run(
@@ -278,9 +278,8 @@ def _rounds(made: _Run, usage: Usage) -> Generator[Round, None, None]:
     if experiment.engine == "lanes":
         yield from (round for _, round in _on_lanes([made], usage))
         return
-    engine = Workers() if experiment.engine == "workers" else engines[experiment.engine]
     usage.begin()
-    for last in rounds_of(training, engine, made.last):
+    for last in rounds_of(training, known_engines[experiment.engine], made.last):
         usage.useful += sum(map(training.count, last.cohort))
         yield last
     usage.end()
