@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test test-all bench format golden wheel clean
+.PHONY: help demo test test-all test-models bench format golden wheel clean
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -23,7 +23,16 @@ test-all: $(VENV)/.developing  ## the same, with the large products of cases and
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
+	$(MAKE) test-models
 	$(MAKE) wheel
+
+test-models: build/models/.installed  ## what needs torchvision, timm, transformers or pyarrow, in an environment of its own
+	build/models/bin/python -m pytest -n 2 tests/test_foreign.py tests/test_cutting.py tests/test_sites.py
+
+build/models/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/models
+	build/models/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,models,parquet]'
+	@touch $@
 
 bench: $(VENV)/.developing  ## measure speed, side by side with plain loops and peers: half an hour; on a GPU also lanes
 	$(BIN)/python benchmarks/auto.py

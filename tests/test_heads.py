@@ -162,7 +162,7 @@ def test_ccvr_is_algorithm_1_then_retraining_from_the_old_head():
 def test_ccvr_by_proportion_draws_in_the_proportions_of_the_data(monkeypatch):
     seen = []
     real = virtual_features
-    monkeypatch.setattr("unskew.heads.virtual_features", lambda s, n, g: seen.append(n) or real(s, n, g))
+    monkeypatch.setattr("unskew.heads.virtual_features", lambda s, n, *rest: seen.append(n) or real(s, n, *rest))
     y = torch.repeat_interleave(torch.arange(4), torch.tensor([60, 30, 10, 0]))
     z, _ = features(100)
     stats = FeatureStats.of(z, y, 4)
@@ -315,7 +315,7 @@ def test_what_can_not_be_calibrated_is_refused():
         fitted(ccvr(transform="identity"), FeatureStats.of(z, y, 4, "pooled"), head())
     with pytest.raises(UsageError, match="taken under 'identity': collect them with transform='relu-tukey:0.5'"):
         fitted(ccvr(transform="relu-tukey:0.5"), stats, head())
-    with pytest.raises(UsageError, match="form class or pooled"):
+    with pytest.raises(UsageError, match="form pooled or class"):
         fitted(ffc(), FeatureStats.of(z, y, 4, "diagonal"), head())
     for bad in (
         lambda: ffc(-1),

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
@@ -27,7 +23,6 @@ from unskew.models import (
     networks,
     resnet18,
     small_cnn,
-    split,
 )
 
 # -------- The papers' tables, layer by layer --------
@@ -348,267 +343,6 @@ def test_networks_run_under_vmap(make: Callable[..., Split], norm: str, shape: t
             torch.testing.assert_close(moved[key][client], buffer)
 
 
-# -------- split --------
-
-
-class Torchvision(nn.Module):
-    """A trunk, `avgpool`, `flatten`, `fc`, as torchvision's ResNet has them."""
-
-    def __init__(self, after: nn.Module | None = None) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 5, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(5)
-        self.relu = nn.ReLU(inplace=True)
-        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(5, 4)
-        self.after = after
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.flatten(self.avgpool(self.relu(self.bn1(self.conv1(x)))), 1)
-        x = self.fc(x)
-        return x if self.after is None else self.after(x)
-
-
-class Timm(nn.Module):
-    """`forward_features`, then `forward_head` through dropout and a head that may have parts."""
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.patch_embed = nn.Conv2d(3, 6, 4, 4)
-        self.blocks = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU())
-        self.fc_norm = nn.LayerNorm(6)
-        self.head_drop = nn.Dropout(0.5)
-        self.head = head
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        return self.blocks(self.patch_embed(x).flatten(2).transpose(1, 2))  # (B, tokens, 6)
-
-    def forward_head(self, x: Tensor) -> Tensor:
-        return self.head(self.head_drop(self.fc_norm(x.mean(1))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
-
-@dataclass
-class Answer:
-    logits: Tensor
-    loss: Tensor | None = None
-
-
-class Transformers(nn.Module):
-    """Pooled tokens, dropout, classifier; takes named inputs and returns an object with `logits`."""
-
-    def __init__(self, wrap=Answer) -> None:
-        super().__init__()
-        self.embeddings = nn.Embedding(11, 6)
-        self.pooler = nn.Linear(6, 6)
-        self.dropout = nn.Dropout(0.5)
-        self.classifier = nn.Linear(6, 3)
-        self.wrap = wrap
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None):
-        tokens = self.embeddings(input_ids)  # (B, tokens, 6)
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        pooled = (tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        return self.wrap(self.classifier(self.dropout(torch.tanh(self.pooler(pooled)))))
-
-
-IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-TOKENS = {
-    "input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]),
-    "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
-}
-
-
-@pytest.mark.parametrize(
-    ("module", "layer", "dimension", "classes"),
-    [
-        (Torchvision(), "fc", 5, 4),
-        (Torchvision(nn.Identity()), "fc", 5, 4),
-        (Torchvision(nn.Dropout(0.3)), "fc", 5, 4),
-        (Timm(nn.Linear(6, 4)), "head", 6, 4),
-        (Timm(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4))), "head.2", 7, 4),
-        (Timm(nn.Sequential(OrderedDict(fc=nn.Linear(6, 4), flatten=nn.Identity()))), "head.fc", 6, 4),
-        (nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(192, 4))), "1", 192, 4),
-    ],
-)
-def test_split_of_image_classifiers(module: nn.Module, layer: str, dimension: int, classes: int) -> None:
-    module.train()
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    net = split(module, IMAGES)
-    assert (net.layer, net.dimension, net.classes) == (layer, dimension, classes)
-    assert all(key.startswith(("features.", "classifier.")) for key in net.state_dict())
-    assert count(net) == count(module)
-    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
-    assert module.get_submodule(layer) is not net.classifier
-    assert module.training
-    assert all(part.training for part in net.modules())
-    x = torch.randn(3, 3, 8, 8)
-    torch.testing.assert_close(net.eval()(x), module.eval()(x))
-    assert net.features(x).shape == (3, dimension)
-
-
-def first_of(logits: Tensor) -> tuple[Tensor, str]:
-    return logits, "more"
-
-
-@pytest.mark.parametrize("wrap", [Answer, lambda logits: {"loss": None, "logits": logits}, first_of])
-def test_split_of_text_classifiers(wrap) -> None:
-    module = Transformers(wrap).eval()
-    net = split(module, TOKENS)
-    assert (net.layer, net.dimension, net.classes) == ("classifier", 6, 3)
-    assert not any(part.training for part in net.modules())
-    module.wrap = lambda logits: logits
-    expected = module(**TOKENS)
-    for got in (net(TOKENS), net(**TOKENS), net(tuple(TOKENS.values())), net(*TOKENS.values())):
-        torch.testing.assert_close(got, expected)
-    assert net(TOKENS["input_ids"]).shape == (2, 3)
-    assert split(module, tuple(TOKENS.values())).layer == "classifier"
-
-
-def test_split_keeps_which_parts_were_in_training() -> None:
-    module = Torchvision()
-    module.bn1.eval()
-    net = split(module, IMAGES)
-    modes = {name: part.training for name, part in net.features.module.named_modules()}
-    assert modes.pop("bn1") is False
-    assert all(modes.values())
-
-
-def test_split_of_a_linear_layer() -> None:
-    layer = nn.Linear(4, 3)
-    net = split(layer, torch.ones(2, 4))
-    x = torch.randn(5, 4)
-    assert net.layer == ""
-    assert torch.equal(net.features(x), x)
-    assert torch.equal(net(x), layer(x))
-
-
-def test_split_of_a_layer_with_two_names() -> None:
-    module = Torchvision()
-    module.alias = module.fc
-    assert split(module, IMAGES).layer == "fc"
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_split_of_our_own(name: str) -> None:
-    net = network(name)
-    again = split(nn.Sequential(net.features, net.classifier), images(name, 1))
-    assert (again.layer, again.dimension, again.classes) == ("1", net.dimension, net.classes)
-
-
-def test_split_of_a_split() -> None:
-    assert split(network("small-cnn"), images("small-cnn")).layer == "classifier"
-
-
-@settings(max_examples=15, deadline=None)
-@given(widths=st.lists(st.integers(1, 6), min_size=2, max_size=5), batch=st.integers(1, 3))
-def test_split_finds_the_last_layer_of_any_chain(widths: list[int], batch: int) -> None:
-    layers = [nn.Linear(*pair) for pair in pairwise(widths)]
-    module = nn.Sequential(*[part for layer in layers for part in (nn.Tanh(), layer)])
-    net = split(module, torch.randn(batch, widths[0]))
-    assert net.layer == str(2 * len(layers) - 1)
-    x = torch.randn(4, widths[0])
-    torch.testing.assert_close(net(x), module(x))
-
-
-class Positive(nn.Module):
-    """A ReLU after the logits that has nothing to do on the example."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(2, 2, bias=False)
-        nn.init.ones_(self.fc.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.fc(x))
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(torch.tanh(self.fc(x)))
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.fc = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.fc.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.first(x))
-
-
-class Peeking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x.to(self.fc.weight.dtype))
-
-
-class Sliced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x)[:, :3]
-
-
-class Strange(nn.Module):
-    def forward(self, x: Tensor) -> str:
-        return "logits"
-
-
-class Functional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.fc.weight)
-
-
-VECTORS = torch.ones(2, 4)
-CONVOLUTION = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 4, 1), nn.Flatten())
-
-
-@pytest.mark.parametrize(
-    ("module", "example", "says"),
-    [
-        (Torchvision(nn.Softmax(1)), IMAGES, r"after Linear 'fc' through something else.*Softmax 'after'"),
-        (
-            Torchvision(nn.ReLU(inplace=True)),
-            IMAGES,
-            r"after Linear 'fc' through something else.*ReLU 'after'",
-        ),
-        (Positive(), torch.ones(3, 2), "after Linear 'fc' through something else"),
-        (CONVOLUTION, IMAGES, r"no nn\.Linear at all; .* Flatten '2'.*1x1 convolution"),
-        (Functional(), VECTORS, r"no nn\.Linear at all; it runs no layer"),
-        (Twice(), VECTORS, "Linear 'fc' is used 2 times"),
-        (Tied(), VECTORS, "Linear 'fc' shares its weights"),
-        (Peeking(), VECTORS, "without Linear 'fc' it fails"),
-        (Sliced(), VECTORS, "without Linear 'fc' it fails"),
-        (nn.Linear(4, 3), torch.ones(2, 5, 4), r"shape \(2, 5, 3\), not \(B, C\)"),
-        (nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), VECTORS, r"shape \(2,\), not \(B, C\)"),
-        (Strange(), VECTORS, "Strange returned str"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
-)
-def test_split_refuses(module: nn.Module, example: Tensor, says: str) -> None:
-    with pytest.raises(UsageError, match=says) as caught:
-        split(module, example)
-    if not isinstance(module, Strange):
-        assert "Split(features, classifier) by hand" in str(caught.value)
-
-
 def shapes_inside(net: Split, x: Tensor) -> list[tuple[int, ...]]:
     """Sides of the feature maps after each convolution, depthwise and pointwise ones included; shortcuts too."""
     sides: list[tuple[int, ...]] = []
@@ -662,15 +396,3 @@ def test_every_printed_relu_is_there(name: str, count: int) -> None:
     with torch.no_grad():
         net(torch.zeros(1, 1, 8, 8) if name == "small-cnn" else torch.zeros(1, 3, 32, 32))
     assert len(calls) == count
-
-
-def test_a_layer_that_does_more_than_it_says_is_not_cut() -> None:
-    class Cosine(nn.Linear):
-        def forward(self, z: Tensor) -> Tensor:
-            return nn.functional.linear(nn.functional.normalize(z), nn.functional.normalize(self.weight))
-
-    x = torch.randn(3, 4)
-    with pytest.raises(UsageError, match="does more than multiply"):
-        split(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), Cosine(5, 3, bias=False)), x)
-    with pytest.raises(UsageError, match="through something else"):
-        split(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Hardtanh(-50, 50)), x)

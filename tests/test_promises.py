@@ -20,7 +20,7 @@ from commands import ENVIRONMENT
 
 SOURCE = Path(unskew.__file__).parent
 CORE = ("tree", "data", "partition", "models", "optim", "algorithms", "engine", "simulate", "sums", "statistics",
-        "heads", "evaluate", "transforms", "seeds")  # fmt: skip
+        "heads", "evaluate", "transforms", "seeds", "cutting", "ridge", "discriminants", "selection")  # fmt: skip
 ELSEWHERE = {"unskew.__main__", *([] if importlib.util.find_spec("triton") else ["unskew.kernels_triton"])}
 MODULES = sorted(item.name for item in pkgutil.walk_packages([str(SOURCE)], "unskew.") if item.name not in ELSEWHERE)
 

@@ -76,7 +76,7 @@ def test_every_form_is_additive_and_is_the_reduced_class_form(form, transform):
     assert split.form == form
     for mine, theirs in zip(split.moments, whole.moments, strict=True):
         assert mine == pytest.approx(theirs.numpy(), abs=1e-9)
-    assert split.nbytes == 8 * (4 + 4 * 6 + {"class": 4 * 21, "pooled": 21, "diagonal": 24, "none": 0}[form])
+    assert split.nbytes == 8 * (4 + 4 + 4 * 6 + {"class": 4 * 21, "pooled": 21, "diagonal": 24, "none": 0}[form])
 
 
 def test_diagonal_form_gives_the_variances():

@@ -45,10 +45,13 @@ if TYPE_CHECKING:
         server as server,
     )
     from unskew.costs import Traffic as Traffic, traffic as traffic
+    from unskew.cutting import split as split
     from unskew.data import Dataset as Dataset, dataset as dataset, load as load
+    from unskew.discriminants import fedcof as fedcof, gnb as gnb, lda as lda, ncm as ncm
     from unskew.dispatch import train_on_lanes as train_on_lanes
     from unskew.engine import batched as batched, installed as installed, sequential as sequential
     from unskew.errors import DataError as DataError, UnskewError as UnskewError, UsageError as UsageError
+    from unskew.estimator import CalibratedHead as CalibratedHead
     from unskew.evaluate import Scores as Scores, batches as batches, score as score
     from unskew.experiments import Experiment as Experiment, load_model as load_model, run as run
     from unskew.heads import (
@@ -59,7 +62,7 @@ if TYPE_CHECKING:
         oracle as oracle,
     )
     from unskew.methods import Method as Method, method as method
-    from unskew.models import Split as Split, body as body, build as build, head as head, split as split
+    from unskew.models import Split as Split, body as body, build as build, head as head
     from unskew.optim import (
         adagrad as adagrad,
         adam as adam,
@@ -125,15 +128,18 @@ _HOMES = {
         "server",
     ],
     "costs": ["Traffic", "traffic"],
+    "cutting": ["split"],
     "data": ["Dataset", "dataset", "load"],
     "engine": ["batched", "installed", "sequential"],
     "errors": ["DataError", "UnskewError", "UsageError"],
     "evaluate": ["Scores", "batches", "score"],
     "experiments": ["Experiment", "load_model", "run"],
     "heads": ["Calibrator", "calibrate", "ccvr", "ffc", "oracle"],
+    "discriminants": ["fedcof", "gnb", "lda", "ncm"],
     "dispatch": ["train_on_lanes"],
+    "estimator": ["CalibratedHead"],
     "methods": ["Method", "method"],
-    "models": ["Split", "body", "build", "head", "split"],
+    "models": ["Split", "body", "build", "head"],
     "optim": ["adagrad", "adam", "constant", "cosine", "momentum", "multistep", "yogi"],
     "partition": ["Federation", "classes", "dirichlet", "federate", "iid", "quantity", "shards"],
     "personal": ["Personal", "personal_models", "score_personal"],

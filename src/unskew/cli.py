@@ -1,4 +1,4 @@
-"""The command line: `unskew run`, `demo`, `table`, `list`, `partition`.
+"""The command line: `unskew run`, `demo`, `table`, `list`, `partition`; those for real sites are in `cli_sites`.
 
 Options of `run` are made from the fields of `Experiment`, so that they, TOML files and records on disk can't differ.
 Exit codes: 0 done, 1 failed (or stopped by Ctrl-C, with the way to go on), 2 wrong use. Torch is imported by the
@@ -35,7 +35,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from unskew import __version__
+from unskew import __version__, cli_sites
 from unskew.console import report, show, speed, summary, table_of
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
@@ -54,6 +54,10 @@ PATH = click.Path(path_type=Path)
 @click.version_option(__version__, message="unskew %(version)s")
 def app() -> None:
     """Federated classifiers that stay accurate when clients' data differ."""
+
+
+for command in (cli_sites.stats, cli_sites.calibrate, cli_sites.evaluate, cli_sites.inspect_files):
+    app.add_command(command)
 
 
 def main() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from unskew.results import Record
@@ -29,6 +32,16 @@ def table_of(first: str, *columns: str, title: str | None = None) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+@contextlib.contextmanager
+def bar(what: str, total: int | None, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; gives what moves it."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)
 
 
 # ---------------------------------------------------------------------------------------------- a run

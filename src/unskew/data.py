@@ -338,7 +338,8 @@ def _read(known: Known, folder: Path, labels: str, size: int | None, paths: list
             return readers.tiny_imagenet(paths[0], cache, size)
 
 
-def _channels_first(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def channels_first(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a reader's images, channels last or none, as (N, channels, height, width); vectors as they are."""
     return x[:, None] if x.ndim == 3 else np.moveaxis(x, 3, 1) if x.ndim == 4 else x
 
 
@@ -383,5 +384,5 @@ def load(
     else:
         arrays = readers.npz(path)
     title = known.name if known else path.absolute().name.removesuffix(".npz")
-    x, x_test = _channels_first(arrays.x), _channels_first(arrays.x_test)
+    x, x_test = channels_first(arrays.x), channels_first(arrays.x_test)
     return dataset(title, x, arrays.y, x_test, arrays.y_test, arrays.labels)

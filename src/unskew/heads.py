@@ -1,9 +1,10 @@
 """Calibration: a better classifier from the sum of the clients' feature statistics, on features that stay as they are.
 
-A `Calibrator` turns (statistics, old classifier, generator) into a new classifier and says which form of statistics
-it needs. `ccvr` samples virtual features and re-trains (CCVR section 4, Algorithm 1); `ffc` solves the normal equations
-(SphereFed 4.3 and C.1). `calibrate` puts the new classifier into a copy of the model. `oracle` re-trains on the real
-features of all clients, which a federation never has: it is the yardstick of a simulation and not a Calibrator.
+A `Calibrator` turns (statistics, old classifier, generator) into a new classifier and says which forms of statistics
+it can work from. `ccvr` samples virtual features and re-trains (CCVR section 4, Algorithm 1); `ffc` solves the normal
+equations (SphereFed 4.3 and C.1); `discriminants.py` has further ones. `calibrate` puts the new classifier into a copy
+of the model. `oracle` re-trains on the real features of all clients, which a federation never has: it is the yardstick
+of a simulation and not a Calibrator.
 
 New heads are plain modules: an `nn.Linear`, behind a `Transform` where the statistics were taken under one.
 """
@@ -11,11 +12,10 @@ New heads are plain modules: an `nn.Linear`, behind a `Transform` where the stat
 from __future__ import annotations
 
 import copy
-import functools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from unskew.errors import UsageError, expect
 from unskew.models import Split, evaluating, linear, linear_of
 from unskew.optim import SGD
-from unskew.statistics import FeatureStats, weights_digest
+from unskew.ridge import equations, solve, strength
+from unskew.statistics import FeatureStats, added, pack, weights_digest
 from unskew.transforms import Transform
 from unskew.variants import NormalisedLinear
 
@@ -32,21 +33,46 @@ log = logging.getLogger(__name__)
 PAPER = SGD(lr=0.001, momentum=0.9, weight_decay=1e-5)  # CCVR Table 8, calibration, CIFAR-10
 
 
+class Task(NamedTuple):
+    """What a calibrator is given."""
+
+    stats: FeatureStats  # the sum over all clients
+    old: nn.Linear  # the classifier as it is; of zeros where there is none of that shape
+    generator: torch.Generator
+    prior: Tensor | None = None  # (C,) the mix of classes expected in use; None: as the calibrator has it by itself
+    width: int = 0  # of the features, before any transform
+    sites: Sequence[FeatureStats] = ()  # each client's own, where they are known apart
+
+
 @dataclass(frozen=True)
 class Calibrator:
     """A way to make a new classifier from statistics."""
 
     name: str
-    form: str  # the cheapest form of statistics that it can work from
+    forms: tuple[str, ...]  # the forms of statistics that it can work from, the one to collect first
     transform: str  # what its statistics are to be taken under: collect(..., form=..., transform=...)
-    fit: Callable[[FeatureStats, nn.Linear, torch.Generator], nn.Module]  # sum, old linear layer -> new classifier
+    fit: Callable[[Task], nn.Module]
     front: str = "identity"  # the transform that stands before the new linear layer
+    apart: bool = False  # whether it needs each client's statistics, not only their sum
+    weighs: bool = True  # whether it can be told of another mix of classes
 
-    def __call__(self, stats: FeatureStats, classifier: nn.Module, generator: torch.Generator) -> nn.Module:
+    @property
+    def form(self) -> str:
+        """The form of statistics to collect for it."""
+        return self.forms[0]
+
+    def __call__(
+        self,
+        stats: FeatureStats,
+        classifier: nn.Module,
+        generator: torch.Generator,
+        prior: Tensor | None = None,
+        sites: Sequence[FeatureStats] = (),
+    ) -> nn.Module:
         """The new classifier; the old one stays as it is."""
         old = plain(classifier)
-        expected = (stats.classes, stats.dimension)
-        if tuple(old.weight.shape) != expected:
+        width = Transform(self.transform).width(old.in_features)
+        if (old.out_features, width) != (stats.classes, stats.dimension) and stats.transform == self.transform:
             raise UsageError(
                 f"the classifier maps {old.in_features} features to {old.out_features} classes, the statistics hold "
                 f"{stats.dimension} features and {stats.classes} classes: they belong to another model"
@@ -57,9 +83,25 @@ class Calibrator:
                 f"taken under {stats.transform!r}: collect them with transform={self.transform!r}, "
                 f"or choose {self.name}(transform=...)"
             )
+        if stats.form not in self.forms:
+            raise UsageError(
+                f"{self.name} needs statistics of form {' or '.join(self.forms)}; these are of form {stats.form!r}: "
+                "collect again, or choose another calibrator"
+            )
         if not stats.count.sum() > 0:
             raise UsageError("the statistics hold no examples: add those of at least one client")
-        made = self.fit(stats, old, generator)
+        if self.apart and not sites:
+            raise UsageError(f"{self.name} needs each client's statistics, not their sum: give the list of them")
+        if prior is not None:
+            if not self.weighs:
+                raise UsageError(f"{self.name} knows no mix of classes: leave the prior out, or choose lda")
+            if prior.shape != stats.count.shape or not ((prior >= 0).all() and 0 < prior.sum() < float("inf")):
+                raise UsageError(f"prior must be {stats.classes} numbers of 0 or more, not all 0; it is {prior}")
+            prior = prior.to(stats.count) * (stats.count > 0)
+            prior = prior / prior.sum()
+        if width != old.in_features:  # under a transform that changes their number, nothing of the old one can stay
+            old = linear_of(old.weight.new_zeros(old.out_features, width), None if old.bias is None else old.bias * 0)
+        made = self.fit(Task(stats, old, generator, prior, plain(classifier).in_features, sites))
         if not all(torch.isfinite(value).all() for value in made.parameters()):
             raise UsageError(f"{self.name} left the numbers: lower its learning rate, or give it a ridge")
         return made
@@ -68,24 +110,31 @@ class Calibrator:
 def calibrate(
     model: Split,
     stats: FeatureStats | Sequence[FeatureStats],
-    calibrator: Calibrator,
+    calibrator: Calibrator | str = "auto",
     generator: torch.Generator | None = None,
+    prior: Tensor | None = None,
 ) -> Split:
     """A copy of the model, in the same mode, with the classifier that `calibrator` makes.
 
     `stats` are all clients' statistics, as a list or added up. Those that were collected with other weights than this
-    model's are refused.
+    model's are refused. A calibrator can be written as text, "ffc:ridge=0.1"; "auto" is what did best by measurement
+    with statistics of this form. `prior` is the mix of classes expected in use, one number for each class.
     """
     expect("model", model, Split, "cut it first: split(module, example)")
+    sites = () if isinstance(stats, FeatureStats) else tuple(stats)
+    total = stats if isinstance(stats, FeatureStats) else added(sites)
+    if isinstance(calibrator, str):
+        from unskew.selection import calibrator_of
+
+        calibrator = calibrator_of(calibrator, total.form, total.transform, linear(model.classifier).bias is not None)
     expect("calibrator", calibrator, Calibrator, "call its factory: ffc()")
-    total = stats if isinstance(stats, FeatureStats) else functools.reduce(operator.add, stats)
     absent = (total.count == 0).nonzero().flatten().tolist()
     if absent:
         log.warning("no client has examples of classes %s: the new classifier can't know them", absent)
     if total.origin.weights not in (None, weights_digest(model)):
         raise UsageError("the statistics were collected with other weights than this model's: collect them again")
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
-    return with_classifier(model, calibrator(total, model.classifier, generator))
+    return with_classifier(model, calibrator(total, model.classifier, generator, prior, sites))
 
 
 # ---------------------------------------------------------------------------------------------- CCVR
@@ -99,7 +148,8 @@ def ccvr(
     r"""Draw virtual features z ~ N(mu_c, Sigma_c) for every class c and re-train the old head on them by SGD.
 
     mu_c and Sigma_c are Equations 3 and 4, from the summed moments. M_c = `samples` for each class that has examples
-    or, if `proportional`, M_c = `samples` * C * N_c / |D|: the same number in all, in the proportions of the data.
+    or, if `proportional`, M_c = `samples` * C * N_c / |D|: the same number in all, in the proportions of the data. From
+    statistics of the "diagonal" form, Sigma_c are diagonal matrices.
 
     The paper applies ReLU and Tukey's power, `transform="relu-tukey:0.5"`, "before classifier re-training", and leaves
     open when: `when="before"` takes the moments of transformed features, `when="after"` transforms the virtual ones.
@@ -114,37 +164,48 @@ def ccvr(
     before, after = (transform, "identity") if when == "before" else ("identity", transform)
     virtual = Transform(after)
 
-    def fit(stats: FeatureStats, old: nn.Linear, generator: torch.Generator) -> nn.Module:
+    def fit(task: Task) -> nn.Module:
+        stats, old, generator = task.stats, task.old, task.generator
         present = stats.count > 0
-        share = stats.count / stats.count.sum() * stats.classes if proportional else present
+        prior = stats.count / stats.count.sum() if task.prior is None and proportional else task.prior
+        share = present if prior is None else prior * stats.classes
         numbers = torch.maximum((samples * share).round(), present.double())  # a rare class has one at least
-        z, y = virtual_features(stats, numbers.long().tolist(), generator)
-        head = retrain(old, virtual(z).to(old.weight), y, epochs, batch, SGD(lr, momentum, weight_decay), generator)
-        return _behind(head, transform)
+        z, y = virtual_features(stats, numbers.long().tolist(), generator, old.weight.dtype)
+        head = retrain(old, virtual(z), y, epochs, batch, SGD(lr, momentum, weight_decay), generator)
+        return behind(head, transform, task.width)
 
-    return Calibrator("ccvr", "class", Transform(before).name, fit, Transform(transform).name)
+    return Calibrator("ccvr", ("class", "diagonal"), Transform(before).name, fit, Transform(transform).name)
 
 
-def virtual_features(stats: FeatureStats, numbers: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: `numbers[c]` draws from the Gaussian of each class c, and their labels. (M, d) float64, (M,)"""
+def virtual_features(
+    stats: FeatureStats, numbers: list[int], generator: torch.Generator, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1: `numbers[c]` draws from the Gaussian of each class c, made in float64; their labels. (M, d), (M,)
+
+    One class is drawn at a time, so that hardly more memory is needed than they have in the end.
+    """
     device, mean = stats.first.device, stats.mean
-    drawn = []
-    for label, number in enumerate(numbers):
-        noise = torch.randn(number, stats.dimension, generator=generator, dtype=torch.float64).to(device)
-        drawn.append(mean[label] + noise @ root(stats.covariance_of(label)).T if number else noise)
     labels = torch.arange(len(numbers), device=device).repeat_interleave(torch.tensor(numbers, device=device))
-    return torch.cat(drawn), labels
+    drawn = torch.empty(len(labels), stats.dimension, dtype=dtype, device=device)
+    for label, (number, part) in enumerate(zip(numbers, drawn.split(numbers), strict=True)):
+        if number:
+            noise = torch.randn(number, stats.dimension, generator=generator, dtype=torch.float64).to(device)
+            part.copy_(mean[label] + noise @ root(stats.covariance_of(label)).T)
+    return drawn, labels
 
 
 def root(covariance: Tensor) -> Tensor:
     """A matrix R with R R' = covariance: its Cholesky factor.
 
-    A class with n <= d examples has a singular covariance and no such factor; then R is made from the eigenvalues,
-    those below zero by rounding clipped at zero.
+    A class with n <= d examples has a singular covariance and no such factor; then the variances are raised by 1e-11 of
+    their mean, which is below what float32 can see and several times faster than eigenvalues. Where even that does not
+    do (noise that was added), R is made from the eigenvalues, those below zero clipped at zero.
     """
-    factor, failed = torch.linalg.cholesky_ex(covariance)
-    if not failed and torch.isfinite(factor).all():
-        return factor
+    for jitter in (0.0, 1e-11, 1e-9):
+        raised = covariance + jitter * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+        factor, failed = torch.linalg.cholesky_ex(raised)
+        if not failed and torch.isfinite(factor).all():
+            return factor
     values, vectors = torch.linalg.eigh(covariance)
     return vectors * values.clamp(min=0).sqrt()
 
@@ -168,13 +229,16 @@ def retrain(
     weight = old.weight.detach().clone()
     if old.bias is not None:  # as a last column, whose feature is 1
         weight = torch.cat([weight, old.bias.detach()[:, None]], 1)  # (C, d + 1)
-        z = torch.cat([z, z.new_ones(len(z), 1)], 1)
-    targets = (y[:, None] == torch.arange(old.out_features, device=y.device)).to(z)  # (n, C)
+    every = torch.arange(old.out_features, device=y.device)
     velocity = torch.zeros_like(weight)
     for _ in range(epochs):
         order = torch.randperm(len(z), generator=generator).to(z.device)
         for rows in order.split(batch):
-            grad = slope(z[rows] @ weight.T, targets[rows]).T @ z[rows] + sgd.weight_decay * weight
+            some = z[rows]
+            if old.bias is not None:
+                some = torch.cat([some, some.new_ones(len(some), 1)], 1)
+            targets = (y[rows, None] == every).to(some)  # (batch, C)
+            grad = slope(some @ weight.T, targets).T @ some + sgd.weight_decay * weight
             velocity.mul_(sgd.momentum).add_(grad)
             weight.sub_(velocity, alpha=sgd.lr)
     return linear_of(weight[:, : old.in_features], None if old.bias is None else weight[:, -1])
@@ -183,43 +247,45 @@ def retrain(
 # ---------------------------------------------------------------------------------------------- FFC
 
 
-def ffc(ridge: float = 0.0, transform: str = "identity") -> Calibrator:
+def ffc(ridge: float = 0.0, transform: str = "identity", choose: bool = False) -> Calibrator:
     r"""The head of least squared error against one-hot labels, in closed form: W = (V + ridge I)^-1 U (Equation 12).
 
     V = sum of z z' and U = sum of z one_hot(y)' over all clients (Equation 9); `ridge` is lambda and acts on sums, as
     in Equation 12 (as the minimiser of Equation 11 it would be lambda C |D|: see docs/papers.md). Exactly when the
     old head has a bias, an intercept is fitted and not penalised: the equations are then centred at the mean.
 
-    Solved by Cholesky in float64. Where V + ridge I is singular or so near that digits would be lost (a feature that
-    is always zero, fewer examples than features), the solution of least norm is taken, from eigenvalues above d * eps
-    * the largest.
+    With `choose` the ridge is chosen from the moments: by the error on what the sites hold out, or else by generalised
+    cross-validation (`ridge.strength`). Under a prior each class counts as if it had that share of the examples:
+    exactly so from the "class" form; from the "pooled" one assuming that all classes have the same covariance.
     """
     if not ridge >= 0:
         raise UsageError(f"ridge is {ridge}: it must be 0 or more")
+    if ridge and choose:
+        raise UsageError(f"ridge is {ridge}, but it is to be chosen: leave one of the two out")
 
-    def fit(stats: FeatureStats, old: nn.Linear, generator: torch.Generator) -> nn.Module:
-        gram, cross = stats.gram, stats.cross  # (d, d), (d, C)
-        if old.bias is None:
-            return _behind(linear_of(solve(gram, cross, ridge).T.to(old.weight)), transform)
-        total, count = stats.first.sum(0), stats.count.sum()
-        mean, prior = total / count, stats.count / count  # (d,), (C,)
-        weight = solve(gram - torch.outer(total, mean), cross - torch.outer(total, prior), ridge).T
-        return _behind(linear_of(weight.to(old.weight), (prior - weight @ mean).to(old.weight)), transform)
+    def fit(task: Task) -> nn.Module:
+        old, intercept = task.old, task.old.bias is not None
+        strong = strength(task.stats, intercept) if choose else ridge
+        stats = task.stats if task.prior is None else reweighted(task.stats, task.prior)
+        gram, cross, mean, share = equations(stats, intercept)
+        weight = solve(gram, cross, strong).T
+        bias = (share - weight @ mean).to(old.weight) if intercept else None
+        return behind(linear_of(weight.to(old.weight), bias), transform, task.width)
 
-    return Calibrator("ffc", "pooled", Transform(transform).name, fit, Transform(transform).name)
+    return Calibrator("ffc", ("pooled", "class"), Transform(transform).name, fit, Transform(transform).name)
 
 
-def solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """(gram + ridge I)^-1 cross, or the least-norm solution where that inverse does not exist: see `ffc`."""
-    matrix = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    tolerance = len(matrix) * torch.finfo(matrix.dtype).eps
-    pivots = factor.diagonal() ** 2
-    if not failed and pivots.min() > tolerance * matrix.diagonal().max():
-        return torch.cholesky_solve(cross, factor)
-    values, vectors = torch.linalg.eigh(matrix)
-    inverse = torch.where(values > tolerance * values[-1], 1 / values, 0.0)
-    return vectors @ (inverse[:, None] * (vectors.T @ cross))
+def reweighted(stats: FeatureStats, prior: Tensor) -> FeatureStats:
+    """The pooled moments as they would be if the classes had these shares of the examples: see `ffc`."""
+    n, count = stats.count.sum(), stats.count.clamp(min=1)
+    weight = prior * n / count  # (C,) of each example
+    first = stats.first * weight[:, None]
+    if stats.form == "class":
+        second = weight @ stats.second
+    else:
+        means = first.T @ (stats.first / count[:, None])  # (d, d)
+        second = pack(stats.scatter + means)
+    return FeatureStats(prior * n, first, second, "pooled", stats.transform, stats.origin, privacy=stats.privacy)
 
 
 # ---------------------------------------------------------------------------------------------- the yardstick
@@ -240,7 +306,7 @@ def oracle(
         features, labels = zip(*((model.features(x), y) for x, y in batches), strict=True)
     z = Transform(transform)(torch.cat(features)).to(old.weight)
     head = retrain(old, z, torch.cat(labels), epochs, batch, SGD(lr, momentum, weight_decay), generator)
-    return with_classifier(model, _behind(head, transform))
+    return with_classifier(model, behind(head, transform, old.in_features))
 
 
 # ---------------------------------------------------------------------------------------------- small parts
@@ -263,9 +329,12 @@ def plain(classifier: nn.Module) -> nn.Linear:
     return old.plain() if isinstance(old, NormalisedLinear) else old
 
 
-def _behind(head: nn.Linear, transform: str) -> nn.Module:
-    """The layer behind the transform under which it was fitted, or alone where that is none."""
-    return head if transform == "identity" else nn.Sequential(Transform(transform), head)
+def behind(head: nn.Linear, transform: str, dimension: int) -> nn.Module:
+    """The layer behind the transform under which it was fitted, or alone where that is none; `dimension` is that of
+    the features before the transform.
+    """
+    front = Transform(transform, dimension)
+    return head if front.name == "identity" else nn.Sequential(front.to(head.weight), head)
 
 
 def with_classifier(model: Split, classifier: nn.Module) -> Split:
@@ -273,6 +342,3 @@ def with_classifier(model: Split, classifier: nn.Module) -> Split:
     calibrated = copy.deepcopy(model)
     calibrated.classifier = classifier.train(model.classifier.training)
     return calibrated
-
-
-calibrators: dict[str, Callable[..., Calibrator]] = {"ccvr": ccvr, "ffc": ffc}

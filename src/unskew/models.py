@@ -1,8 +1,8 @@
 """Networks cut before their last linear layer.
 
 Everything that Unskew does to a model needs one cut: `features` turns an input into a vector z,
-`classifier` turns z into logits. `Split` is that pair; `split` makes one from any module that ends in an
-`nn.Linear`. Below it stand the networks of the two papers: the CNN of CCVR (Table 6) and the five of
+`classifier` turns z into logits. `Split` is that pair; `unskew.cutting` makes one from any module that ends in
+an `nn.Linear`. Below it stand the networks of the two papers: the CNN of CCVR (Table 6) and the five of
 SphereFed (Tables 11 to 15; CCVR's Table 7 is one of them with options), then a small one of ours for
 digits. Where a printed table contradicts itself or leaves something out, the docstring of that network
 names the repair. What holds for all of them:
@@ -19,12 +19,10 @@ names the repair. What holds for all of them:
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
@@ -114,146 +112,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
-
-
-# -------- Cutting any module --------
-
-
-class Features(nn.Module):
-    """A module whose answer is one tensor, however it takes its input and wraps its output.
-
-    The input may come as the module takes it, or as one value: a tuple stands for positional arguments, a
-    mapping for named ones. Of the output it keeps the tensor itself, the entry or attribute `logits`, or
-    the first of a tuple.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the module and unwrap what it returns."""
-        only = args[0] if len(args) == 1 else None
-        if isinstance(only, Mapping):
-            args, kwargs = (), {**only, **kwargs}
-        elif isinstance(only, tuple):
-            args = only
-        output = self.module(*args, **kwargs)
-        kept = output
-        if isinstance(output, Mapping):
-            kept = output.get("logits")
-        elif hasattr(output, "logits"):
-            kept = output.logits
-        elif isinstance(output, tuple | list) and output:
-            kept = output[0]
-        if not isinstance(kept, Tensor):
-            raise UsageError(
-                f"{type(self.module).__name__} returned {type(output).__name__}: allowed are a tensor, "
-                "something with a tensor `logits`, or a tuple that begins with a tensor. "
-                "Wrap it in a module that returns one of these"
-            )
-        return kept
-
-
-def _same(left: Tensor, right: Tensor, tolerance: float = 0.0) -> bool:
-    """Whether two tensors agree in shape, type and, up to the tolerance, in value."""
-    if left.is_nested or left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.allclose(left, right, rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def split(module: nn.Module, example: Any) -> Split:
-    """Cut any module that ends in an `nn.Linear` before that layer.
-
-    `example` is an input of a few examples: a tensor, a tuple of positional arguments or a mapping of named
-    ones. It is run to see which linear layer gives the module's output; the module itself is copied and
-    stays as it is. What comes back has been checked: nothing acts on the logits after that layer (a dropout
-    counts as nothing, as in eval mode; in training it then acts on the features), and features and
-    classifier one after the other give the module's output again.
-
-    >>> net = split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.ones(2, 4))
-    >>> net.layer, net.dimension, net.classes
-    ('2', 8, 3)
-    """
-
-    def refusal(why: str) -> UsageError:
-        return UsageError(
-            f"can't cut {type(module).__name__} before its last linear layer: {why}. "
-            "Let it end in one nn.Linear that gives the logits (B, C) (a 1x1 convolution is one, once its "
-            "input is pooled and flattened), or write Split(features, classifier) by hand"
-        )
-
-    features = Features(copy.deepcopy(module))
-    modes = [(part, part.training) for part in features.module.modules()]
-    names = {part: name for name, part in features.module.named_modules()}
-    features.eval()
-
-    def told(part: nn.Module) -> str:
-        return f"{type(part).__name__} {names[part]!r}"
-
-    called: list[nn.Module] = []
-    answers: list[tuple[nn.Linear, Tensor]] = []
-
-    def watch(part: nn.Module, _: Any, answer: Any) -> None:
-        called.append(part)
-        if isinstance(part, nn.Linear):
-            # A copy: an activation that works in place would make the layer's answer look like the module's.
-            answers.append((part, answer.clone()))
-
-    leaves = [part for part in names if isinstance(part, nn.Linear) or next(part.children(), None) is None]
-    hooks = [part.register_forward_hook(watch) for part in leaves]
-    with torch.no_grad():
-        output = features(example)  # (B, C)
-    for hook in hooks:
-        hook.remove()
-
-    if output.ndim != 2:
-        raise refusal(f"its output has the shape {tuple(output.shape)}, not (B, C)")
-    last = f"the last layer that it runs is {told(called[-1])}" if called else "it runs no layer"
-    if not answers:
-        raise refusal(f"it runs no nn.Linear at all; {last}")
-    beyond = f"its output comes after {told(answers[-1][0])} through something else (softmax, scale?); {last}"
-    ends = [part for part, answer in answers if _same(answer, output)]
-    if not ends:
-        raise refusal(beyond)
-    layer = ends[-1]
-    if called.count(layer) > 1:
-        raise refusal(f"{told(layer)} is used {called.count(layer)} times in one pass")
-
-    # A ReLU, say, may have had nothing to do on this example: so the layer answers once with both signs.
-    probe = torch.linspace(-1e4, 1e4, output.numel()).view_as(output).to(output)  # (B, C)
-    hook = layer.register_forward_hook(lambda *_: probe.clone())
-    with torch.no_grad():
-        steered = features(example)
-    hook.remove()
-    if not _same(steered, probe):
-        raise refusal(beyond)
-
-    z = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(0)).to(layer.weight)
-    with torch.no_grad():
-        if not _same(layer(z), F.linear(z, layer.weight, layer.bias), 1e-4):
-            raise refusal(f"{told(layer)} does more than multiply by its weight and add its bias")
-
-    for parent in list(features.modules()):
-        # Not named_children(), which skips a second name of the same child.
-        for name, child in list(parent._modules.items()):
-            if child is layer:
-                setattr(parent, name, nn.Identity())
-    if {id(p) for p in layer.parameters()} & {id(p) for p in features.parameters()}:
-        raise refusal(f"{told(layer)} shares its weights with another layer")
-    cut = Split(features, layer, names[layer])
-    try:
-        with torch.no_grad():
-            again = cut(example)
-    except Exception as error:
-        raise refusal(f"without {told(layer)} it fails: {error}") from error
-    if not _same(again, output, 1e-4):
-        raise refusal(f"its features and {told(layer)} one after the other don't give its output again")
-
-    cut.train(module.training)
-    for part, mode in modes:
-        part.training = mode
-    return cut
 
 
 # -------- Parts of the networks --------

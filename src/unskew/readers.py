@@ -43,6 +43,8 @@ FASHION_CLASSES = (
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 
+_GREY = ("1", "L", "LA")  # Pillow's modes of grey images
+
 # What Python raises on damaged gzip, tar, zip and npy content.
 _DAMAGE = (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
 
@@ -113,14 +115,25 @@ def _take(files: Files, name: str, path: Path) -> bytes:
     return files[name]()
 
 
-def _decode(read: Callable[[], bytes], name: str, size: int | None) -> Array:
-    """Decode one image to (height, width) if it is grey and to (height, width, 3) if not."""
+def is_grey(path: Path) -> bool:
+    """Whether `decode_image` makes a grey image of a file; its header alone is read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            return image.mode in _GREY
+    except Exception as error:  # a damaged image can raise anything
+        raise DataError(f"{path} can't be read as an image: {error}") from error
+
+
+def decode_image(read: Callable[[], bytes], name: str, size: int | None) -> Array:
+    """Decode one image to (height, width) if it is grey and to (height, width, 3) if not; scaled if `size` is given."""
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(read())) as image:
             mode = image.mode
-            plain = image.convert("L" if mode in ("1", "L", "LA") else "RGB")
+            plain = image.convert("L" if mode in _GREY else "RGB")
     except Exception as error:  # a damaged image can raise anything
         raise DataError(f"{name} can't be read as an image: {error}") from error
     if mode.startswith(("I", "F")):
@@ -134,7 +147,7 @@ def _images(files: Files, names: Sequence[str], path: Path, size: int | None) ->
     """Decode images of one size; (N, height, width) if all are grey, else (N, height, width, 3)."""
 
     def one(name: str) -> Array:
-        return _decode(files[name], f"{path}: {name}", size)
+        return decode_image(files[name], f"{path}: {name}", size)
 
     height, width = one(names[0]).shape[:2]
     stack = np.empty((len(names), height, width, 3), np.uint8)
@@ -387,6 +400,20 @@ def tiny_imagenet(path: Path, cache: Path | None = None, size: int | None = None
     return _cached(path, cache, size, decode)
 
 
+def folders(path: Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted, without hidden ones."""
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def splits(path: Path) -> list[str]:
+    """Return the training and the test folder in a folder of class folders, or [""] where it is not split.
+
+    They are `train` and the first of `test`, `val`, `valid` and `validation`.
+    """
+    tests = [name for name in ("test", "val", "valid", "validation") if (path / name).is_dir()]
+    return ["train/", f"{tests[0]}/"] if tests and (path / "train").is_dir() else [""]
+
+
 def class_folders(path: Path, cache: Path | None = None, size: int | None = None) -> Arrays:
     """Read a folder with one folder of images per class; classes are sorted by name.
 
@@ -394,26 +421,20 @@ def class_folders(path: Path, cache: Path | None = None, size: int | None = None
     class folders lie in `path` itself, and the fifth of each class that `stratified` picks is for testing.
     `size` scales every image to size x size (bilinear). Folders within a class and other files are ignored.
     """
-
-    def folders(start: str) -> list[str]:
-        entries = (path / start).iterdir()
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-    tests = [name for name in ("test", "val", "valid", "validation") if (path / name).is_dir()]
-    starts = ["train/", f"{tests[0]}/"] if tests and (path / "train").is_dir() else [""]
-    labels = folders(starts[0])
-    if odd := set(labels) ^ set(folders(starts[-1])):
+    starts = splits(path)
+    labels = folders(path / starts[0])
+    if odd := set(labels) ^ set(folders(path / starts[-1])):
         raise DataError(f"{path}: {' and '.join(starts)} have different classes: {', '.join(sorted(odd))}")
     if len(labels) < 2:
         raise DataError(f"{path / starts[0]} holds {len(labels)} class folders; expected two or more")
 
     def decode() -> Arrays:
         files = contents(path)
-        splits = [_listing(files, path, labels, start) for start in starts]
-        if len(splits) == 1:
-            names, y = splits[0]
-            splits = [_Listing([names[row] for row in rows], y[rows]) for rows in stratified(y)]
-        return _both(files, path, size, splits, labels)
+        listings = [_listing(files, path, labels, start) for start in starts]
+        if len(listings) == 1:
+            names, y = listings[0]
+            listings = [_Listing([names[row] for row in rows], y[rows]) for rows in stratified(y)]
+        return _both(files, path, size, listings, labels)
 
     return _cached(path, cache, size, decode)
 
@@ -436,6 +457,22 @@ def _npz_images(x: Array, name: str) -> Array:
     )
 
 
+class Part(NamedTuple):
+    """One part of an .npz file."""
+
+    x: Array  # (N, height, width[, channels]) uint8 or float32, or (N, features) float32
+    y: Array  # (N,) int64
+    labels: tuple[str, ...] | None  # None when the file names no classes
+
+
+def _npz_part(path: Path, held: Mapping[str, Array], end: str = "") -> Part:
+    y = held[f"y{end}"]
+    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
+        raise DataError(f"{path}: y{end} is {y.dtype} of shape {y.shape}; expected integers of shape (N,)")
+    names = tuple(str(name) for name in held["labels"].ravel()) if "labels" in held else None
+    return Part(_npz_images(held[f"x{end}"], f"{path}: x{end}"), y.astype(np.int64), names)
+
+
 def npz(path: Path) -> Arrays:
     """Read x_train, y_train, x_test, y_test and, if there, class names `labels` from an .npz file.
 
@@ -446,10 +483,14 @@ def npz(path: Path) -> Arrays:
     held = _load_npz(path, *keys, "labels")
     if missing := [key for key in keys if key not in held]:
         raise DataError(f"{path} lacks {', '.join(missing)}; it has to hold {', '.join(keys)}")
-    for key in ("y_train", "y_test"):
-        y = held[key]
-        if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-            raise DataError(f"{path}: {key} is {y.dtype} of shape {y.shape}; expected integers of shape (N,)")
-    x, x_test = (_npz_images(held[key], f"{path}: {key}") for key in ("x_train", "x_test"))
-    names = tuple(str(name) for name in held["labels"].ravel()) if "labels" in held else None
-    return Arrays(x, held["y_train"].astype(np.int64), x_test, held["y_test"].astype(np.int64), names)
+    train, test = (_npz_part(path, held, end) for end in ("_train", "_test"))
+    return Arrays(train.x, train.y, test.x, test.y, test.labels)
+
+
+def npz_part(path: Path, part: str) -> Part:
+    """Read x and y from an .npz file or, if it has none, x_<part> and y_<part>; else as `npz`."""
+    for end in ("", f"_{part}"):
+        held = _load_npz(path, f"x{end}", f"y{end}", "labels")
+        if f"x{end}" in held and f"y{end}" in held:
+            return _npz_part(path, held, end)
+    raise DataError(f"{path} has to hold x and y, or x_{part} and y_{part}")

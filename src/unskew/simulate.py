@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from unskew.models import Split
 from unskew.optim import SGD, Schedule, constant
 from unskew.partition import Federation
 from unskew.seeds import generator
-from unskew.statistics import FeatureStats, collect
+from unskew.statistics import FeatureStats, added, collect
 from unskew.sums import Sum, plain_sum
 from unskew.tree import Tree, each
 
@@ -284,16 +283,14 @@ def _check_fit(run: Training) -> None:
         raise UsageError(f"recalibrate is every {every} rounds, but there are {run.rounds}: it would never happen")
 
 
-def collect_all(model: Split, federation: Federation, calibrator: Calibrator) -> FeatureStats:
-    """The sum of all clients' statistics, as a calibrator needs them."""
+def collect_all(model: Split, federation: Federation, calibrator: Calibrator) -> FeatureStats | list[FeatureStats]:
+    """The sum of all clients' statistics; or the list of them, for a calibrator that needs them apart."""
     data, dtype = federation.data, next(model.parameters()).dtype
-    return functools.reduce(
-        operator.add,
-        (
-            collect(model, batches(data, rows, dtype=dtype), data.classes, calibrator.form, calibrator.transform)
-            for rows in federation.clients
-        ),
+    every = (
+        collect(model, batches(data, rows, dtype=dtype), data.classes, calibrator.form, calibrator.transform)
+        for rows in federation.clients
     )
+    return list(every) if calibrator.apart else added(every)
 
 
 def cohort_of(clients: int, fraction: float, seed: int, round: int) -> list[int]:

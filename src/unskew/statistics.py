@@ -7,15 +7,21 @@ Nothing is weighted, merged or divided on the way.
 
 The second moment comes in four forms, a ladder of bandwidth: "class" (a matrix per class), "pooled" (one matrix),
 "diagonal" (the variances per class), "none". Matrices are symmetric and stored as packed triangles.
-`statistics_file.py` keeps them on disk.
+`statistics_file.py` keeps them on disk, and adds files without ever holding more than one copy.
+
+Beside the moments of all its examples a site can send those of a part that it holds out (`held_out`, in the pooled
+form): what is left is a training set, and the squared error of any linear head on the held-out part follows from its
+moments (`ridge.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +32,7 @@ from unskew.results import seal
 from unskew.transforms import Transform
 
 FORMS = ("class", "pooled", "diagonal", "none")
+REDUCES = {"class": FORMS, "pooled": ("pooled", "none"), "diagonal": ("diagonal", "none"), "none": ("none",)}
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Origin:
     input_shape: tuple[int, ...] | None = None
     input_dtype: str | None = None
     weights: str | None = None  # digest of the weights that made the features
+    labels: tuple[str, ...] | None = None  # names of the classes, in the order of their numbers
+    preparation: str | None = None  # what was done to the inputs: size, mean, deviation
 
     def joined(self, other: Origin) -> Origin:
         """What both say, or either where the other does not know; refuse what contradicts itself."""
@@ -44,11 +53,43 @@ class Origin:
             theirs = getattr(other, name)
             if mine is not None and theirs is not None and mine != theirs:
                 raise DataError(
-                    f"statistics of different {name} can't be added: {mine!r} and {theirs!r}; "
+                    f"statistics of different {name} can't be added: {_short(mine)} and {_short(theirs)}; "
                     "collect both with the same model on the same kind of data"
                 )
             values[name] = mine if mine is not None else theirs
         return Origin(**values)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
+class Privacy(NamedTuple):
+    """What noise was added to statistics, for whom: they need not be moments of any data, and are projected at use."""
+
+    unit: str  # who is protected: "example" or "site"
+    epsilon: float
+    delta: float
+    mechanism: str
+
+    def joined(self, other: Privacy | None) -> Privacy:
+        """The weaker of two promises."""
+        if other is None or other == self:
+            return self
+        same = (self.unit, self.mechanism) == (other.unit, other.mechanism)
+        unit, mechanism = (self.unit, self.mechanism) if same else ("mixed", "mixed")
+        return Privacy(unit, max(self.epsilon, other.epsilon), max(self.delta, other.delta), mechanism)
+
+
+class Sort(NamedTuple):
+    """What statistics must share to be added."""
+
+    classes: int
+    dimension: int
+    form: str
+    transform: str
+    held_out: bool
 
 
 @dataclass(frozen=True)
@@ -67,47 +108,60 @@ class FeatureStats:
     form: str = "class"
     transform: str = "identity"  # what was done to the features before
     origin: Origin = field(default_factory=Origin)
+    third: Tensor | None = None  # (C,) sum of z^3 over each class and all features: shows skewness
+    held_out: FeatureStats | None = None  # of a part of these examples, in the pooled form
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise UsageError(f"form is {self.form!r}: allowed are {', '.join(FORMS)}")
         Transform(self.transform)
         classes, dimension = self.first.shape if self.first.ndim == 2 else (-1, -1)
-        expected = {"count": (classes,), "second": second_shape(self.form, classes, dimension)}
+        expected = {"count": (classes,), "second": second_shape(self.form, classes, dimension), "third": (classes,)}
         for name, shape in expected.items():
-            found = tuple(getattr(self, name).shape)
+            value = getattr(self, name)
+            found = shape if value is None else tuple(value.shape)
             if found != shape:
                 raise DataError(
                     f"{name} has shape {found}; with first of shape {tuple(self.first.shape)} and "
                     f"form {self.form!r} it must be {shape}"
                 )
-        if any(part.dtype != torch.float64 for part in (self.count, self.first, self.second)):
+        if any(part.dtype != torch.float64 for part in self.tensors):
             raise DataError("statistics must be float64: sums in less lose the covariance when means are large")
+        held = self.held_out
+        if held is not None and (held.form, held.transform, held.held_out) != ("pooled", self.transform, None):
+            raise DataError("the held-out part must be of the pooled form, under the same transform")
 
     # ------------------------------------------------------------------------------------------ making and adding
 
     @classmethod
-    def zero(cls, classes: int, dimension: int, form: str = "class", transform: str = "identity") -> FeatureStats:
-        """The statistics of no examples."""
+    def zero(
+        cls, classes: int, dimension: int, form: str = "class", transform: str = "identity", held_out: bool = False
+    ) -> FeatureStats:
+        """The statistics of no examples; `dimension` is that of the transformed features."""
         if form not in FORMS:
             raise UsageError(f"form is {form!r}: allowed are {', '.join(FORMS)}")
         first = torch.zeros(classes, dimension, dtype=torch.float64)
         second = first.new_zeros(second_shape(form, classes, dimension))
-        return cls(first.new_zeros(classes), first, second, form, transform)
+        held = cls.zero(classes, dimension, "pooled", transform) if held_out else None
+        return cls(first.new_zeros(classes), first, second, form, Transform(transform).name,
+                   third=first.new_zeros(classes), held_out=held)  # fmt: skip
 
     @classmethod
     def of(cls, z: Tensor, y: Tensor, classes: int, form: str = "class", transform: str = "identity") -> FeatureStats:
         """The moments of features `z` (n, d), untransformed, with labels `y` (n,)."""
-        stats = cls.zero(classes, z.shape[-1], form, transform).to(z.device)
+        width = Transform(transform).width(z.shape[-1])
+        stats = cls.zero(classes, width, form, transform).to(z.device)
         stats._include(z, y)
         return stats
 
-    def _include(self, z: Tensor, y: Tensor) -> None:
-        """Add the moments of a batch in place: a large total is not copied for each batch."""
-        if z.ndim != 2 or z.shape[1] != self.dimension or y.shape != z.shape[:1] or y.is_floating_point():
+    def _include(self, z: Tensor, y: Tensor, held: Tensor | None = None) -> None:
+        """Add the moments of some examples in place: a large total is not copied. `held` (n,) tells who is held out."""
+        width = Transform(self.transform).width(z.shape[1]) if z.ndim == 2 else 0
+        if width != self.dimension or y.shape != z.shape[:1] or y.is_floating_point():
             raise DataError(
-                f"features must be (n, {self.dimension}) and labels (n,), whole numbers; "
-                f"they are {tuple(z.shape)} and {tuple(y.shape)}, {y.dtype}"
+                f"features must be (n, {self.dimension}) after the transform {self.transform!r} and labels (n,), whole "
+                f"numbers; they are {tuple(z.shape)} and {tuple(y.shape)}, {y.dtype}"
             )
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.classes:
             raise DataError(
@@ -116,37 +170,74 @@ class FeatureStats:
             )
         if not torch.isfinite(z).all():
             raise DataError("features hold NaN or infinite values: the model's weights or the data are damaged")
-        z = Transform(self.transform)(z.double())
-        self.count.add_(torch.bincount(y, minlength=self.classes))
+        if self.held_out is not None and held is not None:
+            self.held_out._include(z[held], y[held])
+        y, order = y.sort()
+        z = Transform(self.transform)(z[order].double())
+        count = torch.bincount(y, minlength=self.classes)
+        self.count.add_(count)
         self.first.index_add_(0, y, z)
+        if self.third is not None:
+            self.third.index_add_(0, y, (z * z * z).sum(1))
         if self.form == "pooled":
             self.second.add_(pack(z.T @ z))
         elif self.form == "diagonal":
             self.second.index_add_(0, y, z * z)
         elif self.form == "class":
-            for label in y.unique().tolist():
-                members = z[y == label]
-                self.second[label].add_(pack(members.T @ members))
+            sizes = count.tolist()
+            for label, members in enumerate(z.split(sizes)):
+                if sizes[label]:
+                    self.second[label].add_(pack(members.T @ members))
 
     def __add__(self, other: FeatureStats) -> FeatureStats:
         if not isinstance(other, FeatureStats):
             return NotImplemented
-        for name in ("classes", "dimension", "form", "transform"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise DataError(f"statistics of different {name} can't be added: {mine!r} and {theirs!r}")
-        origin = self.origin.joined(other.origin)
-        count, first, second = (a + b for a, b in zip(self.moments, other.moments, strict=True))
-        return replace(self, count=count, first=first, second=second, origin=origin)
+        return self._joined(other)
+
+    def __sub__(self, other: FeatureStats) -> FeatureStats:
+        """What is left without some of the examples; the difference must not be negative."""
+        if not isinstance(other, FeatureStats):
+            return NotImplemented
+        if (self.count < other.count).any():
+            label = int((self.count < other.count).nonzero()[0])
+            raise DataError(
+                f"statistics with {other.count[label]:.0f} examples of class {label} can't be taken out of a sum with "
+                f"{self.count[label]:.0f}: they are no part of it"
+            )
+        return self._joined(other, -1)
+
+    def _joined(self, other: FeatureStats, sign: int = 1, in_place: bool = False) -> FeatureStats:
+        def plus(a: Tensor, b: Tensor) -> Tensor:
+            return a.add_(b, alpha=sign) if in_place else a.add(b, alpha=sign)
+
+        like = self.beside(other.sort, other.origin, other.privacy, other.third is not None)
+        count, first, second = map(plus, self.moments, other.moments)
+        third = None if like.third is None or other.third is None else plus(like.third, other.third)
+        mine, theirs = self.held_out, other.held_out
+        held = None if mine is None or theirs is None else mine._joined(theirs, sign, in_place)
+        return replace(like, count=count, first=first, second=second, third=third, held_out=held)
 
     def __radd__(self, other: object) -> FeatureStats:
         if other == 0:  # where sum() begins
             return self
         return NotImplemented
 
+    def beside(self, sort: Sort, origin: Origin, privacy: Privacy | None, third: bool) -> FeatureStats:
+        """These statistics as part of a sum with others, the tensors not copied; refused where those are of another
+        sort.
+        """
+        for name, mine, theirs in zip(Sort._fields, self.sort, sort, strict=True):
+            if mine != theirs:
+                raise DataError(f"statistics of different {name} can't be added: {mine!r} and {theirs!r}")
+        joined = self.privacy.joined(privacy) if self.privacy else privacy
+        return replace(self, origin=self.origin.joined(origin), privacy=joined, third=self.third if third else None)
+
     def to(self, device: torch.device | str) -> FeatureStats:
         """The same statistics on another device."""
-        return replace(self, count=self.count.to(device), first=self.first.to(device), second=self.second.to(device))
+        third = None if self.third is None else self.third.to(device)
+        held = None if self.held_out is None else self.held_out.to(device)
+        count, first, second = (part.to(device) for part in self.moments)
+        return replace(self, count=count, first=first, second=second, third=third, held_out=held)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -154,6 +245,11 @@ class FeatureStats:
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """count, first, second."""
         return self.count, self.first, self.second
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is sent: the moments, and the third where it is known; not those of the held-out part."""
+        return [*self.moments, *([] if self.third is None else [self.third])]
 
     @property
     def classes(self) -> int:
@@ -166,9 +262,14 @@ class FeatureStats:
         return self.first.shape[1]
 
     @property
+    def sort(self) -> Sort:
+        """What others must share with these to be added."""
+        return Sort(self.classes, self.dimension, self.form, self.transform, self.held_out is not None)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the three tensors: what a client sends."""
-        return sum(part.numel() * part.element_size() for part in self.moments)
+        """Bytes of all tensors: what a client sends, in float64."""
+        return sum(part.nbytes for part in self.tensors) + (self.held_out.nbytes if self.held_out else 0)
 
     @property
     def mean(self) -> Tensor:
@@ -204,6 +305,31 @@ class FeatureStats:
         """Z'Y, the sums of z per class: U of Equation 9. (d, C)"""
         return self.first.T
 
+    @property
+    def scatter(self) -> Tensor:
+        """The sum of (z - mean of its class)(z - mean of its class)' over all examples. (d, d), from "class" or
+        "pooled".
+        """
+        return self.gram.addmm_(self.first.T, self.mean, alpha=-1)
+
+    @property
+    def skewness(self) -> float | None:
+        """How far features lean to one side of their class means: the third central moments over the cubed deviations,
+        each added up over classes and features; 0 for Gaussians. None where the moments can't tell.
+        """
+        if self.third is None or self.form == "none" or not self.count.sum() > 0:
+            return None
+        n, mean = self.count[:, None], self.mean
+        if self.form == "pooled":  # all classes are taken to have the variances of their average
+            variance = (self.second[diagonal(self.dimension)] - (n * mean**2).sum(0)) / n.sum()
+            squares = n * (variance + mean**2)
+        else:
+            squares = self.second if self.form == "diagonal" else self.second[:, diagonal(self.dimension)]
+            variance = squares / n.clamp(min=1) - mean**2
+        leaning = self.third.sum() - (3 * mean * squares - 2 * n * mean**3).sum()
+        spread = (n * variance.clamp(min=0) ** 1.5).sum()
+        return float(leaning / spread) if spread > 0 else None
+
     def _needs(self, what: str, *forms: str) -> None:
         if self.form not in forms:
             raise UsageError(
@@ -214,15 +340,22 @@ class FeatureStats:
         """The same statistics in a cheaper form."""
         if form == self.form:
             return self
+        if form not in REDUCES[self.form]:
+            raise UsageError(f"form {form!r} can't be derived from form {self.form!r}: collect again")
         if form == "none":
             second = self.first.new_zeros(0)
-        elif form == "pooled" and self.form == "class":
+        elif form == "pooled":
             second = self.second.sum(0)
-        elif form == "diagonal" and self.form == "class":
-            second = self.second[:, diagonal(self.dimension).to(self.second.device)]
         else:
-            raise UsageError(f"form {form!r} can't be derived from form {self.form!r}: collect again")
+            second = self.second[:, diagonal(self.dimension).to(self.second.device)]
         return replace(self, second=second, form=form)
+
+    @property
+    def kept(self) -> FeatureStats | None:
+        """Of the examples that were not held out, in the pooled form; None where none were, or the form is lower."""
+        if self.held_out is None or self.form not in ("class", "pooled"):
+            return None
+        return replace(self.reduced("pooled"), held_out=None) - self.held_out
 
     # ------------------------------------------------------------------------------------------ files
 
@@ -240,19 +373,29 @@ class FeatureStats:
         return load(Path(path))
 
 
+@functools.lru_cache(maxsize=2)
+def _triangle(dimension: int, device: torch.device) -> Tensor:
+    """Where the entries of an upper triangle stand in a matrix that is read row by row."""
+    row, column = torch.triu_indices(dimension, dimension, device=device)
+    return row.mul_(dimension).add_(column)
+
+
 def pack(matrix: Tensor) -> Tensor:
     """The upper triangle of a symmetric matrix, row by row: (d, d) -> (d (d + 1) / 2,)."""
-    row, column = torch.triu_indices(*matrix.shape, device=matrix.device)
-    return matrix[row, column]
+    return matrix.reshape(-1).take(_triangle(len(matrix), matrix.device))
 
 
 def unpack(packed: Tensor, dimension: int) -> Tensor:
     """The symmetric matrix of a packed triangle."""
-    row, column = torch.triu_indices(dimension, dimension, device=packed.device)
-    matrix = packed.new_empty(dimension, dimension)
-    matrix[row, column] = packed
-    matrix[column, row] = packed
-    return matrix
+    matrix = upper(packed, dimension)
+    return matrix.add_(matrix.triu(1).T)
+
+
+def upper(packed: Tensor, dimension: int) -> Tensor:
+    """The upper triangle of a packed one, below it zero."""
+    flat = packed.new_zeros(dimension * dimension)
+    flat[_triangle(dimension, packed.device)] = packed
+    return flat.view(dimension, dimension)
 
 
 def diagonal(dimension: int) -> Tensor:
@@ -272,7 +415,19 @@ def second_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
     }[form]
 
 
+def added(parts: Iterable[FeatureStats]) -> FeatureStats:
+    """The sum of statistics, added in place into a copy of the first: at most one of the others is held beside it."""
+    total: FeatureStats | None = None
+    for part in parts:
+        total = copy.deepcopy(part) if total is None else total._joined(part, in_place=True)
+    if total is None:
+        raise UsageError("there are no statistics to add: give those of at least one client")
+    return total
+
+
 # ---------------------------------------------------------------------------------------------- from a model
+
+ROWS, BYTES = 4096, 16 * 2**20  # of features that wait to be added together: fewer, larger products
 
 
 def collect(
@@ -281,25 +436,51 @@ def collect(
     classes: int,
     form: str = "class",
     transform: str = "identity",
+    *,
+    held_out: float = 0.0,
+    origin: Origin | None = None,
 ) -> FeatureStats:
     """All that a client has to call: the moments of its features, from batches of (inputs, labels).
 
     Inputs are what the model takes: a tensor or, for one that `split` has cut, also a tuple or a mapping of arguments.
-    The model is in eval mode meanwhile, no gradients are kept, one batch is held at a time, and every module's mode
-    is as before afterwards. An iterable without batches gives statistics of zero examples.
+    The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time, and every
+    module's mode is as before afterwards. An iterable without batches gives statistics of zero examples. `held_out`
+    is the share of examples, chosen by lot, whose moments are sent apart as well: see `holding_out`. `origin` says
+    what else is known of the data.
     """
     expect("model", model, Split, "cut it first: split(module, example)")
-    total = FeatureStats.zero(classes, model.dimension, form, transform)
-    origin = Origin(layer=model.layer, weights=weights_digest(model))
+    width = Transform(transform).width(model.dimension)
+    total = FeatureStats.zero(classes, width, form, transform, bool(held_out))
+    origin = replace(origin or Origin(), layer=model.layer, weights=weights_digest(model))
+    waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+    rows = max(64, min(ROWS, BYTES // (8 * max(width, model.dimension))))
     with evaluating(model), torch.no_grad():
-        for x, y in batches:
+        for x, y, held in holding_out(batches, held_out):
             z = model.features(x)
             total = total.to(z.device)
-            total._include(z, y.to(z.device))
+            waiting.append((z, y.to(z.device), held.to(z.device)))
+            if sum(len(part[0]) for part in waiting) >= rows:
+                total._include(*map(torch.cat, zip(*waiting, strict=True)))
+                waiting = []
             if isinstance(x, Tensor):  # inputs of several parts have no one shape
                 kind = str(x.dtype).removeprefix("torch.")
                 origin = replace(origin, input_shape=tuple(x.shape[1:]), input_dtype=kind)
+    if waiting:
+        total._include(*map(torch.cat, zip(*waiting, strict=True)))
     return replace(total, origin=origin)
+
+
+def holding_out(
+    batches: Iterable[tuple[Any, Tensor]], share: float, seed: int = 0
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """The batches, and which of their examples are held out: by lot, the same ones whenever the data come in the same
+    order.
+    """
+    if not 0 <= share < 1:
+        raise UsageError(f"held_out is {share}: it must be at least 0 and below 1")
+    draw = torch.Generator().manual_seed(seed)
+    for x, y in batches:
+        yield x, y, torch.rand(len(y), generator=draw) < share
 
 
 def weights_digest(model: Split) -> str:

@@ -1,32 +1,53 @@
 """Files of feature statistics, format version 1: safetensors with a header of known fields and a digest over
 everything.
 
-The header (safetensors metadata, each value as JSON) holds every field of `FIELDS`; fields of features that this
-version does not know how to use (a held-out part, random features, privacy) must be null here and are refused
-otherwise. The payload is `count` and, in float64, the raw sums `first` and `second`; in a lower precision the class
-means and the scatter centred at them, because rounded raw sums lose the covariance when the mean is large. The digest
-covers header and payload, so that a file with any bit changed is refused. Nothing is unpickled.
+The header (safetensors metadata, each value as JSON) holds every field of `FIELDS`. The payload is `count`, `third`
+and, in float64, the raw sums `first` and `second`. In a lower precision it is the class means in float32 and the
+scatter centred at them, because rounded raw sums lose the covariance when the mean is large; "int16" holds the
+scatter divided by the deviations of its row and its column (`spread`), so that 1 is 32767. A held-out part stands
+beside it under names of its own. Nothing is unpickled.
+
+Files are added without being loaded: `total_of` pours one after the other into one sum, class by class, and checks on
+the way that some data can have such moments.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unskew import __version__
 from unskew.errors import DataError, UnskewError, UsageError
-from unskew.results import load_tree, save_tree, seal
-from unskew.statistics import FORMS, FeatureStats, Origin, diagonal, pack, second_shape
-from unskew.tree import Tree
+from unskew.statistics import (
+    FORMS,
+    REDUCES,
+    FeatureStats,
+    Origin,
+    Privacy,
+    Sort,
+    diagonal,
+    pack,
+    second_shape,
+    upper,
+)
+from unskew.streams import Kind, Reader, layout, size, write
 
 VERSION = 1
-PRECISIONS = {"float64": torch.float64, "float32": torch.float32}
+PRECISIONS = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int16": torch.int16,
+}
+STEP = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-9, "int16": 0.5 / 32767}  # of rounding, relative
+HELD = "held_out."
 
 
 def _whole(value: Any) -> bool:
@@ -37,8 +58,13 @@ def _text(value: Any) -> bool:
     return value is None or type(value) is str
 
 
-def _nothing(value: Any) -> bool:
-    return value is None
+def _private(value: Any) -> bool:
+    if value is None:
+        return True
+    if type(value) is not dict or set(value) != set(Privacy._fields):
+        return False
+    sizes = all(type(value[key]) in (int, float) and 0 <= value[key] < math.inf for key in ("epsilon", "delta"))
+    return sizes and type(value["unit"]) is str and type(value["mechanism"]) is str
 
 
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header holds, and what each may be
@@ -56,20 +82,47 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header hold
     ),
     "input_dtype": (_text, "it must be a text or null"),
     "weights": (_text, "it must be a text or null"),
-    "held_out": (_nothing, "this Unskew can't use it: take a later one"),
-    "random_features": (_nothing, "this Unskew can't use it: take a later one"),
-    "privacy": (_nothing, "this Unskew can't use it: take a later one"),
+    "labels": (
+        lambda v: v is None or (type(v) is list and all(type(name) is str for name in v)),
+        "it must be a list of names or null",
+    ),
+    "preparation": (_text, "it must be a text or null"),
+    "held_out": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
+    "privacy": (_private, f"it must be null or have the fields {', '.join(Privacy._fields)}"),
     "producer": (_text, "it must be a text"),
 }
 
 
-def save(stats: FeatureStats, path: Path, precision: str = "float64") -> None:
-    """Write a file; the old one survives if that fails."""
+# ---------------------------------------------------------------------------------------------- writing
+
+
+def kinds_of(
+    classes: int, dimension: int, form: str, precision: str, third: bool = True, held_out: bool = False
+) -> dict[str, Kind]:
+    """The tensors of a file."""
     if precision not in PRECISIONS:
         raise UsageError(f"precision is {precision!r}: allowed are {', '.join(PRECISIONS)}")
-    check(stats, str(path))
+    second = second_shape(form, classes, dimension)
+    kinds = {"count": Kind(torch.float64, (classes,))}
+    if precision == "float64":
+        kinds["first"] = Kind(torch.float64, (classes, dimension))
+        kinds["second"] = Kind(torch.float64, second)
+    else:
+        kinds["mean"] = Kind(torch.float32, (classes, dimension))
+        kinds["scatter"] = Kind(PRECISIONS[precision], second)
+        if precision == "int16":
+            shape = {"class": (classes, dimension), "pooled": (dimension,), "diagonal": (classes, 1), "none": (0,)}
+            kinds["spread"] = Kind(torch.float32, shape[form])
+    if third:
+        kinds["third"] = Kind(torch.float64, (classes,))
+    if held_out:
+        held = kinds_of(classes, dimension, "pooled", precision)
+        kinds |= {HELD + name: kind for name, kind in held.items()}
+    return kinds
+
+
+def _metadata(stats: FeatureStats, precision: str) -> dict[str, str]:
     header: dict[str, Any] = {
-        **dict.fromkeys(FIELDS),
         "version": VERSION,
         "classes": stats.classes,
         "dimension": stats.dimension,
@@ -78,25 +131,141 @@ def save(stats: FeatureStats, path: Path, precision: str = "float64") -> None:
         "precision": precision,
         "examples": int(stats.count.sum()),
         **asdict(stats.origin),
+        "held_out": None if stats.held_out is None else int(stats.held_out.count.sum()),
+        "privacy": None if stats.privacy is None else stats.privacy._asdict(),
         "producer": f"unskew {__version__}",
     }
-    payload = {"count": stats.count, **_encoded(stats, PRECISIONS[precision])}
-    if not all(torch.isfinite(value).all() for value in payload.values()):
-        raise DataError(f"{path}: values are too large for precision {precision!r}: use float64")
-    metadata = {name: json.dumps(value) for name, value in header.items()}
-    save_tree(path, payload, {**metadata, "digest": seal(payload, metadata)})
+    return {name: json.dumps(header[name]) for name in FIELDS}
 
 
-def load(path: Path) -> FeatureStats:
-    """Read a file, or refuse it, naming the file and the field."""
-    payload, metadata = load_tree(path)
-    given = metadata.pop("digest", None)
-    if given is None:
+def _kinds(stats: FeatureStats, precision: str) -> dict[str, Kind]:
+    with_third, with_held = stats.third is not None, stats.held_out is not None
+    return kinds_of(stats.classes, stats.dimension, stats.form, precision, with_third, with_held)
+
+
+def size_of(stats: FeatureStats, precision: str = "float64") -> int:
+    """How many bytes the file of these statistics will have."""
+    return size(_kinds(stats, precision), _metadata(stats, precision))
+
+
+def save(stats: FeatureStats, path: Path, precision: str = "float64") -> None:
+    """Write a file; the old one survives if that fails."""
+    kinds = _kinds(stats, precision)
+    check(stats, str(path))
+    encoded = _encoded(stats, precision, "")
+    if stats.held_out is not None:
+        encoded |= _encoded(stats.held_out, precision, HELD)
+
+    def pieces(name: str) -> Iterator[Tensor]:
+        for piece in encoded[name]():
+            if not torch.isfinite(piece).all():
+                raise DataError(f"{path}: values are too large for precision {precision!r}: use float64")
+            yield piece.to(kinds[name].dtype)
+
+    write(path, kinds, pieces, _metadata(stats, precision))
+
+
+Pieces = Callable[[], Iterator[Tensor]]
+
+
+def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Pieces]:
+    """How to make the pieces of each tensor of a payload; of second moments one class after the other."""
+
+    def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        if stats.form == "class":
+            yield from zip(stats.second, stats.count, stats.first, strict=True)
+        else:
+            yield stats.second, stats.count, stats.first
+
+    def scatters() -> Iterator[Tensor]:
+        for second, count, first in rows():
+            yield second - _of_means(count, first, stats.form)
+
+    def divided() -> Iterator[Tensor]:
+        for scatter in scatters():
+            wide = _spread(scatter, stats.form, stats.dimension)
+            yield (32767 * scatter / _products(wide, stats.form).clamp(min=1e-300)).clamp(-32767, 32767).round()
+
+    def spreads() -> Iterator[Tensor]:
+        for scatter in scatters():
+            yield _spread(scatter, stats.form, stats.dimension)
+
+    made: dict[str, Pieces] = {"count": lambda: iter([stats.count])}
+    if stats.third is not None:
+        third = stats.third
+        made["third"] = lambda: iter([third])
+    if precision == "float64":
+        made |= {"first": lambda: iter([stats.first]), "second": lambda: (second for second, _, _ in rows())}
+    else:
+        made["mean"] = lambda: iter([stats.mean.float()])
+        made["scatter"] = divided if precision == "int16" else lambda: (s.to(PRECISIONS[precision]) for s in scatters())
+        if precision == "int16":
+            made["spread"] = lambda: (wide.float() for wide in spreads())
+    return {start + name: pieces for name, pieces in made.items()}
+
+
+def _of_means(count: Tensor, first: Tensor, form: str) -> Tensor:
+    """The second moment that `count` examples at each class mean would have: what centring takes away. Of the class
+    form, for one class.
+    """
+    if form == "none":
+        return first.new_zeros(0)
+    if form == "class":
+        return pack(torch.outer(first, first / count.clamp(min=1)))
+    mean = first / count.clamp(min=1)[:, None]
+    return first * mean if form == "diagonal" else pack(first.T @ mean)
+
+
+def _spread(scatter: Tensor, form: str, dimension: int) -> Tensor:
+    """The deviations by which a scatter is divided, as float32 keeps them."""
+    if form == "none":
+        return scatter
+    if form == "diagonal":
+        return scatter.clamp(min=0).amax(1, keepdim=True).sqrt().float().double()
+    return scatter[diagonal(dimension)].clamp(min=0).sqrt().float().double()
+
+
+def _products(wide: Tensor, form: str) -> Tensor:
+    """What the entries of a scatter are divided by."""
+    return wide**2 if form in ("diagonal", "none") else pack(torch.outer(wide, wide))
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def load(path: Path, form: str | None = None) -> FeatureStats:
+    """Read a file, in a cheaper form if one is given; or refuse it, naming the file and the field."""
+    return total_of([path], form)
+
+
+class Head(NamedTuple):
+    """What a file says of itself."""
+
+    classes: int
+    dimension: int
+    form: str
+    transform: str
+    precision: str
+    examples: int
+    held_out: int | None
+    origin: Origin
+    privacy: Privacy | None
+    producer: str | None
+    digest: str
+
+
+def head_of(path: Path) -> Head:
+    """The header of a file, checked; its contents are not."""
+    with Reader(path) as file:
+        return _head(file)
+
+
+def _head(file: Reader) -> Head:
+    path = file.path
+    if file.digest is None:
         raise DataError(f"{path}: not a statistics file (its header has no digest): write it with FeatureStats.save")
-    if given != seal(payload, metadata):
-        raise DataError(f"{path}: digest does not fit the contents; the file was damaged or changed: ask for it again")
     try:
-        header = {name: json.loads(value) for name, value in metadata.items()}
+        header = {name: json.loads(value) for name, value in file.metadata.items()}
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: the header is not JSON ({error})") from None
     if "version" in header and not FIELDS["version"][0](header["version"]):  # first: others may have other fields
@@ -106,94 +275,189 @@ def load(path: Path) -> FeatureStats:
     for name, (fits, words) in FIELDS.items():
         if not fits(header[name]):
             raise DataError(f"{path}: {name} is {str(header[name])[:80]!r}; {words}")
-    try:
-        stats = _decoded(payload, header)
-    except UnskewError as error:
-        raise DataError(f"{path}: {error}") from None
-    check(stats, str(path))
-    if int(stats.count.sum()) != header["examples"]:
-        raise DataError(f"{path}: examples is {header['examples']}, but count adds up to {int(stats.count.sum())}")
-    return stats
+    classes, dimension, form, precision = (header[name] for name in ("classes", "dimension", "form", "precision"))
+    if max(classes, dimension) > 2**24:
+        raise DataError(f"{path}: {classes} classes of {dimension} features can't be meant")
+    expected = kinds_of(classes, dimension, form, precision, "third" in file.kinds, header["held_out"] is not None)
+    if set(file.kinds) != set(expected):
+        raise DataError(
+            f"{path}: it holds the tensors {sorted(file.kinds)}; precision {precision!r} needs {sorted(expected)}"
+        )
+    for name, kind in expected.items():
+        found = file.kinds[name]
+        if found != kind:
+            raise DataError(f"{path}: {name} is {found.dtype} of shape {found.shape}; it must be {kind.dtype} of "
+                            f"shape {kind.shape}")  # fmt: skip
+    if list(file.kinds) != layout(expected):
+        raise DataError(f"{path}: its tensors lie in the order {list(file.kinds)}; it must be {layout(expected)}")
+    labels = header["labels"]
+    if labels is not None and len(labels) != classes:
+        raise DataError(f"{path}: labels has {len(labels)} names for {classes} classes")
+    shape = header["input_shape"]
+    origin = Origin(header["layer"], None if shape is None else tuple(shape), header["input_dtype"], header["weights"],
+                    None if labels is None else tuple(labels), header["preparation"])  # fmt: skip
+    privacy = None if header["privacy"] is None else Privacy(**header["privacy"])
+    return Head(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
+                origin, privacy, header["producer"], file.digest)  # fmt: skip
+
+
+def total_of(
+    paths: Iterable[Path],
+    form: str | None = None,
+    without: Iterable[Path] = (),
+    progress: Callable[[int], None] = lambda files: None,
+) -> FeatureStats:
+    """The sum of files, less those of `without`; held once, in a cheaper form if one is given.
+
+    A file that comes twice is refused, and so is one that can't be added to the first. `progress` is told of each.
+    """
+    total: FeatureStats | None = None
+    for sign, group in ((1, paths), (-1, without)):
+        met: dict[str, Path] = {}
+        for path in map(Path, group):
+            with Reader(path) as file:
+                head = _head(file)
+                if head.digest in met:
+                    raise DataError(f"{path}: the same statistics as {met[head.digest]}: leave one of them out")
+                met[head.digest] = path
+                wanted = form or head.form
+                if wanted not in REDUCES[head.form]:
+                    raise DataError(f"{path}: form {wanted!r} can't be derived from form {head.form!r}: collect again")
+                sort = Sort(head.classes, head.dimension, wanted, head.transform, head.held_out is not None)
+                try:
+                    if total is None:
+                        start = path
+                        total = replace(FeatureStats.zero(*sort), origin=head.origin, privacy=head.privacy)
+                    total = total.beside(sort, head.origin, head.privacy, "third" in file.kinds)
+                except UnskewError as error:
+                    raise DataError(f"{path}: {error} (the first file was {start})") from None
+                _pour(file, head, total, sign)
+                progress(1)
+    if total is None:
+        raise UsageError("there are no statistics to add: give the files of at least one site")
+    if (total.count < 0).any():
+        raise DataError(f"{path}: more examples of class {int(total.count.argmin())} than in the sum: no part of it")
+    return total
+
+
+def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> None:
+    """Add the contents of a file to a sum in place, checking them on the way; whoever is refused spoils the sum."""
+    where, given = str(file.path), head.precision
+    arrived: dict[str, Tensor] = {}
+    for name, start, piece in file.read():
+        if not torch.isfinite(piece).all():
+            raise DataError(f"{where}: {name} holds NaN or infinite values")
+        into, form, prefix = total, head.form, ""
+        if name.startswith(HELD):
+            assert total.held_out is not None
+            into, form, prefix = total.held_out, "pooled", HELD
+        kind = name.removeprefix(prefix)
+        if kind in ("second", "scatter") and form == "class":
+            for label, row in enumerate(piece, start):
+                count, first = arrived["count"][label], arrived["first"][label]
+                wide = arrived["spread"][label] if "spread" in arrived else None
+                second = _decoded(row, count, first, form, given, wide)
+                if into.form != "none":
+                    _check_second(f"{where}: class {label}", second, count, first, form, given, head.privacy)
+                    _add(into, second, label, sign)
+            continue
+        whole = arrived[name] = torch.cat([arrived[name], piece]) if name in arrived else piece
+        if len(whole) < file.kinds[name].shape[0]:
+            continue
+        if kind in ("second", "scatter"):
+            count, first = arrived[f"{prefix}count"], arrived[f"{prefix}first"]
+            second = _decoded(whole, count, first, form, given, arrived.get(f"{prefix}spread"))
+            if into.form != "none":
+                _check_second(f"{where}: {prefix}", second, count, first, form, given, head.privacy)
+                _add(into, second, None, sign)
+        elif kind in ("first", "mean"):
+            count = arrived[f"{prefix}count"]
+            first = arrived[f"{prefix}first"] = whole if kind == "first" else whole.double() * count[:, None]
+            _check_first(f"{where}: {prefix}", count, first)
+            into.count.add_(count, alpha=sign)
+            into.first.add_(first, alpha=sign)
+        elif kind == "third" and into.third is not None:
+            into.third.add_(whole, alpha=sign)
+    for key, told in (("count", head.examples), (f"{HELD}count", head.held_out)):
+        if told is not None and int(arrived[key].sum()) != told:
+            raise DataError(f"{where}: examples is {told}, but {key} adds up to {int(arrived[key].sum())}")
+    if head.held_out is not None and (arrived[f"{HELD}count"] > arrived["count"]).any():
+        raise DataError(f"{where}: more examples are held out than there are")
+
+
+def _decoded(part: Tensor, count: Tensor, first: Tensor, form: str, precision: str, wide: Tensor | None) -> Tensor:
+    """The raw second moment from what a file holds; of the class form, for one class."""
+    if precision == "float64":
+        return part
+    scatter = part.double()
+    if wide is not None:
+        scatter = scatter * _products(wide.double(), form) / 32767
+    return scatter + _of_means(count, first, form)
+
+
+def _add(into: FeatureStats, second: Tensor, label: int | None, sign: int) -> None:
+    """Add a second moment (of one class, if `label` is given) to a sum of the same form or a cheaper one."""
+    if label is None or into.form == "pooled":
+        into.second.add_(second, alpha=sign)
+    elif into.form == "class":
+        into.second[label].add_(second, alpha=sign)
+    else:
+        into.second[label].add_(second[diagonal(into.dimension)], alpha=sign)
+
+
+# ---------------------------------------------------------------------------------------------- checking
 
 
 def check(stats: FeatureStats, where: str) -> None:
     """Refuse moments that no data can have, naming the field."""
-    for name, value in zip(("count", "first", "second"), stats.moments, strict=True):
-        if not torch.isfinite(value).all():
+    for name, value in zip(("count", "first", "second", "third"), stats.tensors, strict=False):
+        rows = value if name == "second" and stats.form == "class" else [value]  # one at a time: this makes copies
+        if not all(torch.isfinite(row).all() for row in rows):
             raise DataError(f"{where}: {name} holds NaN or infinite values")
-    if (stats.count < 0).any():
-        raise DataError(
-            f"{where}: count is negative ({stats.count.min().item()}) for class {int(stats.count.argmin())}"
-        )
-    if (stats.count != stats.count.round()).any():
-        label = int((stats.count != stats.count.round()).nonzero()[0])
-        raise DataError(f"{where}: count is fractional ({stats.count[label].item()}) for class {label}")
-    empty = stats.count == 0
-    held = (
-        {"first": stats.first, "second": stats.second}
-        if stats.form in ("class", "diagonal")
-        else {"first": stats.first}
-    )
-    for name, value in held.items():
-        wrong = (empty & value.any(1)).nonzero()
-        if len(wrong):
-            raise DataError(f"{where}: {name} is not zero for class {int(wrong[0])}, of which count is 0")
-
-    least = stats.first**2 / stats.count.clamp(min=1)[:, None]  # (C, d): second moments are no smaller, by Cauchy
-    if stats.form == "diagonal":
-        squares = stats.second
-    elif stats.form == "none":
-        squares = least
+    _check_first(f"{where}: ", stats.count, stats.first)
+    if stats.form == "class":
+        for label, parts in enumerate(zip(stats.second, stats.count, stats.first, strict=True)):
+            _check_second(f"{where}: class {label}", *parts, stats.form, "float64", stats.privacy)
     else:
-        squares = stats.second[..., diagonal(stats.dimension)]  # (C, d) or (d,)
-        least = least if stats.form == "class" else least.sum(0)
-    if (squares < least - 1e-6 * (least + squares.abs())).any():
-        raise DataError(f"{where}: second is smaller than the square of first allows: no features have such moments")
+        _check_second(f"{where}: ", stats.second, stats.count, stats.first, stats.form, "float64", stats.privacy)
+    if stats.held_out is not None:
+        check(stats.held_out, f"{where}: held_out")
 
 
-def _encoded(stats: FeatureStats, dtype: torch.dtype) -> Tree:
-    """The payload beside the counts."""
-    if dtype == torch.float64:
-        return {"first": stats.first, "second": stats.second}
-    scatter = stats.second - _second_of_means(stats.count, stats.mean, stats.form)
-    return {"mean": stats.mean.to(dtype), "scatter": scatter.to(dtype)}
+def _check_first(where: str, count: Tensor, first: Tensor) -> None:
+    if (count < 0).any():
+        raise DataError(f"{where}count is negative ({count.min().item()}) for class {int(count.argmin())}")
+    if (count != count.round()).any():
+        label = int((count != count.round()).nonzero()[0])
+        raise DataError(f"{where}count is fractional ({count[label].item()}) for class {label}")
+    wrong = ((count == 0) & first.any(1)).nonzero()
+    if len(wrong):
+        raise DataError(f"{where}first is not zero for class {int(wrong[0])}, of which count is 0")
 
 
-def _decoded(payload: Tree, header: dict[str, Any]) -> FeatureStats:
-    """The statistics of a payload; every tensor has its type and shape before anything is computed."""
-    classes, dimension, form = header["classes"], header["dimension"], header["form"]
-    dtype = PRECISIONS[header["precision"]]
-    second = second_shape(form, classes, dimension)
-    names = ("first", "second") if dtype == torch.float64 else ("mean", "scatter")
-    expected = {
-        "count": (torch.float64, (classes,)),
-        names[0]: (dtype, (classes, dimension)),
-        names[1]: (dtype, second),
-    }
-    if set(payload) != set(expected):
-        raise DataError(
-            f"it holds the tensors {sorted(payload)}; precision {header['precision']!r} needs {list(expected)}"
-        )
-    for name, (kind, shape) in expected.items():
-        found = payload[name]
-        if found.dtype != kind or tuple(found.shape) != shape:
-            raise DataError(
-                f"{name} is {found.dtype} of shape {tuple(found.shape)}; it must be {kind} of shape {shape}"
-            )
-    count, one, two = (payload[name].double() for name in expected)
-    if dtype != torch.float64:
-        one, two = one * count[:, None], two + _second_of_means(count, one, form)
-    inputs = tuple(header["input_shape"]) if header["input_shape"] is not None else None
-    origin = Origin(header["layer"], inputs, header["input_dtype"], header["weights"])
-    return FeatureStats(count, one, two, form, header["transform"], origin)
-
-
-def _second_of_means(count: Tensor, mean: Tensor, form: str) -> Tensor:
-    """The second moment that `count` examples at each class mean would have: what centring takes away."""
-    if form == "none":
-        return mean.new_zeros(0)
+def _check_second(
+    where: str, second: Tensor, count: Tensor, first: Tensor, form: str, precision: str, privacy: Privacy | None
+) -> None:
+    """Refuse second moments that no data can have: the scatter around the class means must be positive semidefinite,
+    up to rounding. Of the class form, for one class. Noise may do that, so private ones are let pass.
+    """
+    empty = (count == 0) & (second != 0).any(-1) if form in ("class", "diagonal") else torch.tensor(False)
+    if empty.any():
+        label = "" if form == "class" else f" for class {int(empty.nonzero()[0])}"
+        raise DataError(f"{where} second is not zero{label}, of which count is 0")
+    if privacy is not None or form == "none":
+        return
+    scatter = second - _of_means(count, first, form)
+    squares, spread = (
+        (value if form == "diagonal" else value[diagonal(first.shape[-1])]) for value in (second, scatter)
+    )
+    slack = 1e-6 + 4 * STEP[precision]
+    if (spread < -slack * squares.abs()).any() or (squares < 0).any():
+        raise DataError(f"{where} second is smaller than the square of first allows: no features have such moments")
     if form == "diagonal":
-        return count[:, None] * mean**2
-    if form == "pooled":
-        return pack((mean * count[:, None]).T @ mean)
-    return torch.stack([pack(n * torch.outer(m, m)) for n, m in zip(count, mean, strict=True)])
+        return
+    scale = torch.where(squares > 0, squares, 1.0).rsqrt()
+    matrix = upper(scatter, len(squares)).mul_(scale).mul_(scale[:, None])
+    matrix.diagonal().add_(1e-9 + 4 * len(squares) ** 0.5 * STEP[precision])
+    if torch.linalg.cholesky_ex(matrix, upper=True).info:
+        raise DataError(f"{where} second is not positive semidefinite: no features have such moments")

@@ -1,54 +1,125 @@
 """Feature transforms: what is done to a feature before its moments are taken, and before the classifier at inference.
 
-A transform is written as a string, since it travels in files: "identity"; "unit" (z / ||z||, SphereFed's
-hypersphere); "relu"; "relu-tukey:0.5" (CCVR 5.1: ReLU, then Tukey's power z^0.5). `Transform` is the module of it, so
-that a calibrated model needs nothing else. Tukey's power of a negative number is not a number, hence it never comes
-without ReLU.
+A transform is written as a string, since it travels in files: "identity"; "unit" (z / ||z||, SphereFed's hypersphere);
+"relu"; "relu-tukey:0.5" (CCVR 5.1: ReLU, then Tukey's power z^0.5); "squares" (z and z^2 beside each other, under which
+a Gaussian with variances of its own for each class is a linear classifier); "fourier:1000:7" (1,000 random Fourier
+features of seed 7, as Fed3R puts before its ridge regression). They are chained by a plus: "unit+fourier:1000:7".
+`Transform` is the module of it, so that a calibrated model needs nothing else. Tukey's power of a negative number is
+not a number, hence it never comes without ReLU.
 """
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.errors import UsageError
 
-EXAMPLES = "'identity', 'unit', 'relu', 'relu-tukey:0.5' (any power above 0)"
+EXAMPLES = (
+    "'identity', 'unit', 'relu', 'relu-tukey:0.5' (any power above 0), 'squares', 'fourier:1000:7' (features and seed; "
+    "and a scale, as in 'fourier:1000:7:0.5'), or several as in 'unit+fourier:1000:7'"
+)
 
 
 class Transform(nn.Module):
-    """The module of a transform: (B, d) -> (B, d), without parameters.
+    """The module of a transform: (B, d) -> (B, width(d)), without parameters.
+
+    Given the `dimension` d of what comes in, it holds its random numbers as buffers and can travel without Unskew.
 
     >>> Transform("relu-tukey:0.5")(torch.tensor([[4.0, -1.0]]))
     tensor([[2., 0.]])
+    >>> Transform("unit+squares").width(5)
+    10
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, dimension: int | None = None) -> None:
         super().__init__()
-        kind, _, power = name.partition(":")
-        try:
-            self.power = float(power) if kind == "relu-tukey" else 1.0
-        except ValueError:
-            raise UsageError(f"transform {name!r}: {power!r} is not a number; allowed are {EXAMPLES}") from None
-        if (
-            kind not in ("identity", "unit", "relu", "relu-tukey")
-            or (power and kind != "relu-tukey")
-            or not 0 < self.power < 100
-        ):
-            raise UsageError(f"unknown transform {name!r}: allowed are {EXAMPLES}")
-        self.kind = kind
-        self.name = f"relu-tukey:{self.power:g}" if kind == "relu-tukey" else kind  # one name for "0.5" and ".50"
+        steps = [_parsed(name, step) for step in name.split("+")]
+        self.steps = [step for step in steps if step[0] != "identity"]
+        self.name = "+".join(_written(*step) for step in self.steps) or "identity"  # one name for "0.5" and ".50"
+        for place, (kind, numbers) in enumerate(self.steps):
+            if dimension is not None:
+                if kind == "fourier":
+                    directions, phases = _waves(dimension, *numbers)
+                    self.register_buffer(f"directions_{place}", directions.float())
+                    self.register_buffer(f"phases_{place}", phases.float())
+                dimension = _width(kind, numbers, dimension)
+
+    def width(self, dimension: int) -> int:
+        """How many numbers come out for so many that go in."""
+        for kind, numbers in self.steps:
+            dimension = _width(kind, numbers, dimension)
+        return dimension
 
     def forward(self, z: Tensor) -> Tensor:
         """Transform a batch of features."""
-        if self.kind == "unit":
-            return F.normalize(z, dim=-1)
-        if self.kind == "relu":
-            return z.relu()
-        if self.kind == "relu-tukey":
-            return z.relu().pow(self.power)
+        for place, (kind, numbers) in enumerate(self.steps):
+            if kind == "unit":
+                z = F.normalize(z, dim=-1)
+            elif kind == "relu":
+                z = z.relu()
+            elif kind == "relu-tukey":
+                z = z.relu().pow(numbers[0])
+            elif kind == "squares":
+                z = torch.cat([z, z * z], -1)
+            else:
+                if hasattr(self, f"directions_{place}"):
+                    directions, phases = getattr(self, f"directions_{place}"), getattr(self, f"phases_{place}")
+                else:
+                    directions, phases = _waves(z.shape[-1], *numbers)
+                z = (2 / len(phases)) ** 0.5 * torch.cos(z @ directions.to(z).T + phases.to(z))
         return z
 
     def extra_repr(self) -> str:
         """The name, for print(model)."""
         return self.name
+
+
+Numbers = tuple[float, ...]
+
+
+def _parsed(name: str, step: str) -> tuple[str, Numbers]:
+    """The kind of a step and its numbers, checked."""
+    kind, *given = step.split(":")
+    least, most = {"identity": (0, 0), "unit": (0, 0), "relu": (0, 0), "squares": (0, 0), "relu-tukey": (1, 1),
+                   "fourier": (2, 3)}.get(kind, (99, 0))  # fmt: skip
+    if not least <= len(given) <= most:
+        raise UsageError(f"unknown transform {name!r}: allowed are {EXAMPLES}")
+    try:
+        numbers = tuple(map(float, given))
+    except ValueError:
+        raise UsageError(f"transform {name!r}: {given} are not numbers; allowed are {EXAMPLES}") from None
+    if kind == "fourier":
+        numbers = (*numbers, 1.0)[:3]
+        count, seed, scale = numbers
+        fits = count == int(count) and 1 <= count <= 1e6 and seed == int(seed) and 0 <= seed < 2**32
+        fits = fits and 0 < scale < 1e6
+    else:
+        fits = all(0 < number < 100 for number in numbers)
+    if not fits:
+        raise UsageError(f"unknown transform {name!r}: {given} can't be meant; allowed are {EXAMPLES}")
+    return kind, numbers
+
+
+def _written(kind: str, numbers: Numbers) -> str:
+    return ":".join([kind, *(f"{number:.10g}" for number in numbers)])
+
+
+def _width(kind: str, numbers: Numbers, dimension: int) -> int:
+    return {"squares": 2 * dimension, "fourier": int(numbers[0]) if numbers else 0}.get(kind, dimension)
+
+
+@functools.lru_cache(maxsize=2)
+def _waves(dimension: int, count: float, seed: float, scale: float) -> tuple[Tensor, Tensor]:
+    """Directions (D, d) and phases (D,) whose waves sqrt(2 / D) cos(w z + b) approximate the kernel
+    exp(-scale^2 ||z - z'||^2 / 2) (Rahimi, Recht 2007).
+
+    By numpy's RandomState, whose numbers for a seed are fixed for good: all sites must draw the same ones.
+    """
+    draw = np.random.RandomState(int(seed))
+    directions = scale * draw.standard_normal((int(count), dimension))
+    return torch.from_numpy(directions), torch.from_numpy(draw.uniform(0, 2 * np.pi, int(count)))

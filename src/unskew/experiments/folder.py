@@ -26,7 +26,7 @@ from unskew.experiments.experiment import Experiment
 from unskew.experiments.parts import own_model, settled_like
 from unskew.heads import plain
 from unskew.methods import skeleton
-from unskew.models import Split, build, linear
+from unskew.models import Split, build, linear, linear_of
 from unskew.results import Record, load_sealed, read, save_sealed, write_text
 from unskew.simulate import Round
 from unskew.transforms import Transform
@@ -150,7 +150,10 @@ def load_model(path: str | Path) -> Split:
     model = skeleton(about["method"], model)
     layer = linear(model.classifier) if about["normalised"] else plain(model.classifier)
     if about["transforms"]:
-        model.classifier = torch.nn.Sequential(*map(Transform, about["transforms"]), layer)
+        front = Transform("+".join(about["transforms"]), layer.in_features)
+        if "classifier.1.weight" in tree:  # a transform can change the number of features
+            layer = linear_of(tree["classifier.1.weight"], tree.get("classifier.1.bias"))
+        model.classifier = torch.nn.Sequential(front, layer)
     elif "classifier.weight" in tree:
         model.classifier = layer
     try:

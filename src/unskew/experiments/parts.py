@@ -13,19 +13,21 @@ from torch import Tensor, nn
 
 from unskew.algorithms import fedavg
 from unskew.choice import SMALL, Choice, pick
+from unskew.cutting import split
 from unskew.data import Dataset, load
 from unskew.dispatch import train_on_lanes
 from unskew.download import Progress
 from unskew.engine import threads
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
-from unskew.heads import Calibrator, calibrators, check_training, oracle
+from unskew.heads import Calibrator, check_training, oracle
 from unskew.lanes import FORMS, precisions
 from unskew.methods import Method, method
-from unskew.models import Split, build, split
+from unskew.models import Split, build
 from unskew.partition import Federation, federate, partitions
 from unskew.personal import Way, ways
 from unskew.seeds import generator, seeded
+from unskew.selection import calibrators
 from unskew.simulate import Training
 from unskew.specs import called, converted, defaults_of, made, own, parse
 from unskew.transforms import Transform

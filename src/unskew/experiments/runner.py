@@ -453,8 +453,9 @@ def _calibrations(
         draw = generator(experiment.seed, "calibrate", spec)
         began = time.perf_counter()
         if isinstance(maker, Calibrator):
-            total = collect_all(model, federation, maker)
-            calibrated, sent = calibrate(model, total, maker, draw), total.nbytes
+            stats = collect_all(model, federation, maker)
+            calibrated = calibrate(model, stats, maker, draw)
+            sent = (stats[0] if isinstance(stats, list) else stats).nbytes
             in_papers = statistics_in_papers(maker.form, data.classes, model.dimension)
         else:  # real features: nothing that a client may send
             everyone = batches(data, torch.cat(federation.clients))

@@ -1,0 +1,497 @@
+"""The command line for real sites: `unskew stats`, `calibrate`, `evaluate`, `inspect`.
+
+Each site runs `stats` on the common model and its own data, and sends the file that it writes. Whoever has the files
+runs `calibrate`. To be sure that nothing gets worse, `calibrate --propose` writes candidate heads, each site answers
+with `evaluate --heads`, and `calibrate --heads --validate` keeps the best, or the old one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from unskew.console import bar, show, size, table_of
+from unskew.errors import DataError, UsageError
+from unskew.results import write_text
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from unskew.models import Split
+    from unskew.sites import SiteData
+    from unskew.statistics import FeatureStats, Origin
+    from unskew.statistics_file import Head
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+PATH = click.Path(path_type=Path)
+FORMS = ("class", "pooled", "diagonal", "none")
+PRECISIONS = ("float64", "float32", "bfloat16", "int16")
+
+
+class Lists(click.Command):
+    """A command whose options take several values at once, as a shell makes them of `--stats site_*.stats`."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Repeat the option before each of its values."""
+        several = {name for param in self.params if isinstance(param, click.Option) and param.multiple
+                   for name in param.opts}  # fmt: skip
+        spread: list[str] = []
+        option = None
+        for word in args:
+            if word in several:
+                option, fresh = word, True
+                continue
+            if word.startswith("-"):
+                option = None
+            if option is not None:
+                spread += [option, word]
+                fresh = False
+            else:
+                spread.append(word)
+        if option is not None and fresh:
+            spread.append(option)  # without a value: click says so
+        return super().parse_args(context, spread)
+
+
+def _options(*groups: str) -> Callable[[Command], Command]:
+    """Give a command the options of these groups."""
+    known = {
+        "model": [
+            click.option("--model", required=True, help="net.py:build, torchvision:NAME, timm:NAME, transformers:NAME, "
+                         "a network of Unskew's, or a torch.export program"),
+            click.option("--weights", type=PATH, help="the model's weights: safetensors, or a torch state dict"),
+            click.option("--classes", type=click.IntRange(2), show_default="the model's", help="for a new classifier"),
+            click.option("--layer", help="name of the classification layer", show_default="found by a forward pass"),
+            click.option("--trust", is_flag=True, help="accept a torch.export program, which can run code"),
+            click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, mps"),
+        ],
+        "data": [
+            click.option("--data", required=True, help="folder of class folders, .npz, .csv, .parquet, "
+                         "loader.py:factory, or a data set's name"),
+            click.option("--labels", type=PATH, help="file with the classes' names, one a line, in the model's order"),
+            click.option("--image-size", type=click.IntRange(1), help="scale images to this many pixels each way"),
+            click.option("--mean", help="of each channel, taken off: 0.485,0.456,0.406"),
+            click.option("--std", help="of each channel, divided by: 0.229,0.224,0.225"),
+            click.option("--label-column", show_default="label", help="of a table"),
+            click.option("--batch", type=click.IntRange(1), default=64, show_default=True, help="examples at a time"),
+        ],
+        "out": [click.option("--force", is_flag=True, help="replace a file that is there")],
+    }  # fmt: skip
+
+    def extended(command: Command) -> Command:
+        for group in reversed(groups):
+            for option in reversed(known[group]):
+                command = option(command)
+        return command
+
+    return extended
+
+
+# ---------------------------------------------------------------------------------------------- stats
+
+
+@click.command()
+@_options("model", "data")
+@click.option("--out", type=PATH, required=True, help="the file to write: all that leaves the site")
+@click.option("--form", type=click.Choice(FORMS), show_default="pooled, or what --budget allows",
+              help="of the second moments")  # fmt: skip
+@click.option("--precision", type=click.Choice(PRECISIONS), show_default="float64, or what --budget allows",
+              help="of the numbers in the file")  # fmt: skip
+@click.option("--budget", help="the most that the file may have, as in 10MB: takes the richest form that fits")
+@click.option("--transform", default="identity", show_default=True, help="of features, such as unit+fourier:1000:7")
+@click.option("--hold-out", type=float, default=0.0, show_default=True,
+              help="share of the examples whose moments are sent apart too, to choose a ridge by")  # fmt: skip
+@_options("out")
+def stats(
+    out: Path, form: str | None, precision: str | None, budget: str | None, transform: str, hold_out: float,
+    force: bool, **given: Any,
+) -> None:  # fmt: skip
+    """On a site: write the moments of its features to a small file."""
+    _check_free(out, force)
+    from unskew.statistics import collect
+    from unskew.statistics_file import save, size_of
+    from unskew.transforms import Transform
+
+    data, model = _site(given, "train")
+    classes = model.classes
+    origin = _origin(data, classes)
+    width = Transform(transform).width(model.dimension)
+    form, precision = _form(form, precision, budget, classes, width, bool(hold_out), origin)
+    with bar("collecting", data.examples) as progress:
+        batches = _counted(_on(data.batches(), given["device"]), progress)
+        with _naming(given["data"]):
+            found = collect(model, batches, classes, form, transform, held_out=hold_out, origin=origin).to("cpu")
+    if not found.count.sum() > 0:
+        raise DataError(f"{given['data']}: there are no examples")
+    bytes = size_of(found, precision)
+    if budget and bytes > _bytes(budget):
+        raise UsageError(f"budget is {budget}, but the file would have {size(bytes)}: it holds class names; raise it")
+    show(f"{out}: {size(bytes)}, form {form}, {precision}, d = {width}, {classes} classes, "
+         f"{int(found.count.sum()):,} examples")  # fmt: skip
+    save(found, out, precision)
+
+
+def _form(
+    form: str | None, precision: str | None, budget: str | None, classes: int, width: int, held_out: bool,
+    origin: Origin,
+) -> tuple[str, str]:  # fmt: skip
+    """The form and the precision to collect: as given, or the richest that fits a budget."""
+    from unskew.statistics_file import kinds_of
+
+    if budget is None:
+        return form or "pooled", precision or "float64"
+    most = _bytes(budget) - 2_000 - len(json.dumps(origin.labels))  # for the header
+    smallest = 0
+    for shape in [form] if form else FORMS:
+        for numbers in [precision] if precision else PRECISIONS:
+            needed = sum(kind.nbytes for kind in kinds_of(classes, width, shape, numbers, True, held_out).values())
+            if needed <= most:
+                return shape, numbers
+            smallest = needed
+    raise UsageError(f"budget is {budget}, but {size(smallest + 2_000)} is the least that these options need: raise it")
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes, as people write it."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*(|k|M|G)i?B?\s*", text, re.IGNORECASE)
+    try:
+        if found is None:
+            raise ValueError
+        return int(float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()])
+    except ValueError:
+        raise UsageError(f"budget is {text!r}: give a size such as 500kB or 10MB") from None
+
+
+# ---------------------------------------------------------------------------------------------- calibrate
+
+
+@click.command(cls=Lists)
+@_options("model")
+@click.option("--stats", "files", type=PATH, multiple=True, required=True, help="the sites' files")
+@click.option("--without", type=PATH, multiple=True, help="files to leave out, or to take out of a sum")
+@click.option(
+    "--calibrator", default="auto", show_default=True, help="as in ccvr:samples=500; `unskew list calibrators`"
+)
+@click.option("--prior", help="mix of classes expected in use: uniform, train, or a file with a number for each class",
+              show_default="as the calibrator has it")  # fmt: skip
+@click.option("--out", type=PATH, help="the weights to write, safetensors")
+@click.option("--export", type=PATH, help="also write a torch.export program that needs nothing else")
+@click.option("--sum", "keep", type=PATH, help="also write the sum of the files, itself a statistics file")
+@click.option("--propose", type=PATH, help="write candidate heads for the sites to validate, instead of --out")
+@click.option("--heads", type=PATH, help="the candidate heads that the sites have validated")
+@click.option("--validate", type=PATH, multiple=True, help="the sites' answers to --heads: the best head is taken")
+@click.option("--seed", default=0, show_default=True, help="of virtual features")
+@_options("out")
+def calibrate(
+    files: tuple[Path, ...], without: tuple[Path, ...], calibrator: str, prior: str | None, out: Path | None,
+    export: Path | None, keep: Path | None, propose: Path | None, heads: Path | None, validate: tuple[Path, ...],
+    seed: int, force: bool, **given: Any,
+) -> None:  # fmt: skip
+    """On the server: make a better classifier from the sites' files."""
+    if (out is None) == (propose is None):
+        raise UsageError("give --out for the calibrated weights, or --propose for candidate heads")
+    if bool(heads) != bool(validate):
+        raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
+    for path in (out, export, keep, propose):
+        if path is not None:
+            _check_free(path, force)
+    import torch
+
+    from unskew.heads import with_classifier
+    from unskew.heads_file import example_of, opened, write_heads, write_model, write_program
+    from unskew.models import linear
+    from unskew.selection import calibrator_of, candidates, separation
+    from unskew.statistics import REDUCES, weights_digest
+    from unskew.statistics_file import head_of, load, save, total_of
+
+    known = {path: head_of(path) for path in (*files, *without)}
+    for path, head in known.items():
+        if not head.examples:
+            raise DataError(f"{path}: the site has no examples: leave its file out")
+    kept, removed = _kept(files, without, known)
+    first = known[kept[0]]
+    example = example_of(first.origin)
+    layer = given["layer"] or (first.origin.layer if example is None else None)
+    module, model = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
+                           trust=given["trust"], example=example)  # fmt: skip
+    model = model.to(given["device"])
+    if first.origin.weights not in (None, weights_digest(model)):
+        raise UsageError(
+            f"{kept[0]}: collected with other weights than {given['weights'] or given['model']}: collect again"
+        )
+    bias = linear(model.classifier).bias is not None
+    common = [form for form in FORMS if all(form in REDUCES[head.form] for head in known.values())]
+    asked = calibrator_of(calibrator, common[0], first.transform, bias)
+    form = common[0] if propose else next((form for form in asked.forms if form in common), common[0])
+    with bar("adding", len(kept) + len(removed)) as progress:
+        summed = total_of(kept, form, removed, progress)
+    if keep:
+        save(summed, keep)
+    mix = _prior(prior, summed)
+    absent = (summed.count == 0).nonzero().flatten().tolist()
+    if absent:
+        _note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
+    sites = [load(path, "none").to(given["device"]) for path in kept] if asked.apart or propose else []
+    summed = summed.to(given["device"])
+
+    def made(spec: str) -> nn.Module:
+        maker = calibrator_of(spec, summed.form, summed.transform, bias)
+        generator = torch.Generator().manual_seed(seed)
+        weighed = mix if maker.weighs or not propose else None
+        return maker(summed, model.classifier, generator, weighed, sites)
+
+    if propose:
+        names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
+        write_heads(propose, model, {name: made(name) for name in names})
+        show(f"{propose}: the old head and {', '.join(names)}. Each site answers with: unskew evaluate ... "
+             f"--heads {propose} --out SITE.answer")  # fmt: skip
+        return
+    assert out is not None
+    name, new = _validated(heads, validate, model, mix) if heads else (asked.name, made(calibrator))
+    better = with_classifier(model, new).to("cpu")
+    told = write_model(out, better, module, name, summed)
+    show(f"{out}: the weights with the head of {name}, from {len(kept)} file{'s' if len(kept) > 1 else ''} and "
+         f"{int(summed.count.sum()):,} examples; {told}")  # fmt: skip
+    if export:
+        write_program(export, better, summed.origin)
+        show(f"{export}: a torch.export program")
+    if not heads:
+        apart = separation(summed)
+        show("Unverified: no site has checked that this head is better than the old one; --propose and --validate do.")
+        if apart is not None:
+            show(f"Forecast: its class Gaussians lie {apart:.2f} deviations apart (mean sliced Wasserstein distance, "
+                 "CCVR 5.4); the farther, the more there is to gain.")  # fmt: skip
+
+
+def _kept(
+    files: tuple[Path, ...], without: tuple[Path, ...], known: Mapping[Path, Head]
+) -> tuple[list[Path], list[Path]]:
+    """The files to add, and those to take out of what is added."""
+    dropped = {known[path].digest for path in without}
+    kept = [path for path in files if known[path].digest not in dropped]
+    there = {known[path].digest for path in files}
+    if not kept:
+        raise UsageError("--without leaves no file to calibrate from: name fewer")
+    return kept, [path for path in without if known[path].digest not in there]
+
+
+def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
+    """The mix of classes that --prior asks for."""
+    import torch
+
+    if text is None:
+        return None
+    if text == "uniform":
+        return torch.ones_like(stats.count)
+    if text == "train":
+        return stats.count
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"prior is {text!r}: allowed are uniform, train, or a file with {stats.classes} numbers")
+    words = re.split(r"[\s,;]+", path.read_text(encoding="utf-8").strip())
+    try:
+        values = torch.tensor([float(word) for word in words], dtype=torch.float64)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; it must hold {stats.classes} numbers, one for each class") from None
+    if len(values) != stats.classes or not ((values >= 0).all() and 0 < values.sum() < float("inf")):
+        raise DataError(
+            f"{path}: it holds {len(values)} numbers; it must hold {stats.classes}, of 0 or more, not all 0"
+        )
+    return values.to(stats.count)
+
+
+def _validated(heads: Path, answers: tuple[Path, ...], model: Split, prior: Tensor | None) -> tuple[str, nn.Module]:
+    """The head that the sites found best, which can be the old one."""
+    from unskew.heads_file import read_answers, read_heads
+    from unskew.selection import chosen
+
+    modules, digest = read_heads(heads, model)
+    right, total = read_answers(answers, digest, modules)
+    best, accuracies = chosen(right, total, None if prior is None else prior.to(total))
+    table = table_of("head", f"accuracy (%) on {int(total.sum()):,} examples of {len(answers)} sites")
+    for name, accuracy in accuracies.items():
+        table.add_row(name, f"{100 * accuracy:.2f}" + (" *" if name == best else ""))
+    show(table)
+    show("The old head stays: no other is better." if best == "old" else f"{best} is better than the old head.")
+    return best, modules[best]
+
+
+# ---------------------------------------------------------------------------------------------- evaluate
+
+
+@click.command()
+@_options("model", "data")
+@click.option("--heads", type=PATH, help="candidate heads of `unskew calibrate --propose`: score them all")
+@click.option("--hold-out", type=float, help="score only what `unskew stats --hold-out` held out")
+@click.option("--out", type=PATH, help="write the counts of --heads to a file, for the server")
+@click.option("--json", "as_json", is_flag=True, help="print the scores as JSON, nothing else")
+@_options("out")
+def evaluate(
+    heads: Path | None, hold_out: float | None, out: Path | None, as_json: bool, force: bool, **given: Any
+) -> None:
+    """Score a model, or candidate heads, on labelled data."""
+    if out and not heads:
+        raise UsageError("--out is for the answer to --heads: leave it out, or give --heads")
+    if out:
+        _check_free(out, force)
+    import torch
+
+    from unskew.evaluate import Scores, check_width
+    from unskew.heads_file import answer_of, read_heads
+    from unskew.models import evaluating, linear
+    from unskew.statistics import holding_out
+
+    data, model = _site(given, "train" if hold_out else "test")
+    modules, digest = read_heads(heads, model) if heads else ({"model": model.classifier}, "")
+    classes = linear(next(iter(modules.values()))).out_features
+    found = {name: torch.zeros(classes * classes, dtype=torch.int64) for name in modules}
+    with bar("scoring", data.examples, as_json) as progress, evaluating(model), torch.no_grad():
+        for x, y, held in holding_out(_counted(_on(data.batches(), given["device"]), progress), hold_out or 0.0):
+            z, rows = model.features(x), held if hold_out else torch.ones_like(held)
+            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+                raise DataError(f"{given['data']}: labels lie in {int(y.min())}..{int(y.max())}, but the model has "
+                                f"{classes} classes")  # fmt: skip
+            for name, head in modules.items():
+                logits = head.to(z.device)(z)
+                check_width(logits, classes)
+                pairs = (y.cpu() * classes + logits.argmax(1).cpu())[rows]
+                found[name] += torch.bincount(pairs, minlength=classes * classes)
+    scores = {name: Scores(count.view(classes, classes)) for name, count in found.items()}
+    total = next(iter(scores.values())).confusion.sum(1)
+    if not total.sum() > 0:
+        raise DataError(f"{given['data']}: there are no examples to score")
+    if out:
+        write_text(out, answer_of(digest, total, {name: part.confusion.diagonal() for name, part in scores.items()}))
+    if as_json:
+        print(json.dumps({name: {"accuracy": score.accuracy, "worst_class": score.worst_class, "examples":
+                                 int(total.sum()), "per_class": [None if v != v else v for v in score.per_class]}
+                          for name, score in scores.items()}))  # fmt: skip
+        return
+    table = table_of("head", "accuracy (%)", "worst class (%)", "examples")
+    for name, score in scores.items():
+        table.add_row(name, f"{100 * score.accuracy:.2f}", f"{100 * score.worst_class:.2f}", f"{int(total.sum()):,}")
+    show(table)
+    if out:
+        show(f"{out}: the counts, for the server")
+
+
+# ---------------------------------------------------------------------------------------------- inspect
+
+
+@click.command("inspect")
+@click.argument("files", type=PATH, nargs=-1, required=True)
+@click.option("--json", "as_json", is_flag=True, help="print what was found as JSON, nothing else")
+def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
+    """Show what statistics files hold, class by class and site by site, and what to beware of."""
+    from unskew.inspection import inspected
+
+    found = inspected(files)
+    if as_json:
+        print(json.dumps(found))
+        return
+    table = table_of("file", "examples", "classes", "d", "form", "precision", "transform", "size", "held out")
+    for site in found["files"]:
+        table.add_row(site["file"], f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
+                      str(site["dimension"]), site["form"], site["precision"], site["transform"], size(site["bytes"]),
+                      "·" if site["held_out"] is None else str(site["held_out"]))  # fmt: skip
+    show(table)
+    few = len(files) <= 12
+    names = [Path(site["file"]).stem for site in found["files"]]
+    table = table_of("class", "examples", "sites", "largest share", *(names if few else []))
+    for row in found["table"]:
+        own = [str(count or "·") for count in row["counts"]] if few else []
+        table.add_row(row["label"], f"{sum(row['counts']):,}", str(sum(map(bool, row["counts"]))),
+                      f"{max(row['counts']) / max(sum(row['counts']), 1):.0%}", *own)  # fmt: skip
+    show(table)
+    for warning in found["warnings"]:
+        show(f"! {warning}")
+    if not found["warnings"]:
+        show("Nothing to beware of was found.")
+
+
+# ---------------------------------------------------------------------------------------------- small parts
+
+
+def _check_free(path: Path, force: bool) -> None:
+    if path.exists() and not force:
+        raise UsageError(f"{path} is there already: choose another --out, or --force to replace it")
+
+
+@contextlib.contextmanager
+def _naming(data: str) -> Iterator[None]:
+    """Name the data in what is refused of them."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(str(error) if data in str(error) else f"{data}: {error}") from None
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _named(labels: Iterable[int], origin: Origin) -> str:
+    names = [str(label) if origin.labels is None else origin.labels[label] for label in labels]
+    return f"class{'es' if len(names) > 1 else ''} {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+
+
+def _numbers(name: str, text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{name} is {text!r}: give one number for each channel, as in 0.485,0.456,0.406") from None
+
+
+def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split]:
+    """The data of a site and the model, cut with the first of them."""
+    from unskew.heads_file import opened
+    from unskew.sites import read_labels, site_data
+
+    labels = read_labels(given["labels"]) if given["labels"] else None
+    data = site_data(given["data"], part=part, labels=labels, classes=given["classes"], image_size=given["image_size"],
+                     mean=_numbers("mean", given["mean"]), std=_numbers("std", given["std"]),
+                     label_column=given["label_column"], batch=given["batch"])  # fmt: skip
+    first = next(iter(data.batches()), None)
+    if first is None:
+        raise DataError(f"{given['data']}: there are no examples")
+    _, model = opened(given["model"], given["weights"], classes=given["classes"], layer=given["layer"],
+                      trust=given["trust"], example=_each(lambda value: value[:2], first[0]))  # fmt: skip
+    if data.classes is not None and data.classes != model.classes:
+        raise UsageError(
+            f"{given['data']} has {data.classes} classes, but the model has {model.classes}: name the model's classes "
+            f"by --labels names.txt, or make a new head by --classes {data.classes}"
+        )
+    return data, model.to(given["device"])
+
+
+def _each(function: Callable[[Any], Any], x: Any) -> Any:
+    """A function of every tensor among the inputs of a model."""
+    if isinstance(x, Mapping):
+        return {name: _each(function, value) for name, value in x.items()}
+    return tuple(_each(function, value) for value in x) if isinstance(x, tuple | list) else function(x)
+
+
+def _on(batches: Iterable[tuple[Any, Tensor]], device: str) -> Iterator[tuple[Any, Tensor]]:
+    """The batches, on a device."""
+    return ((_each(lambda value: value.to(device), x), y.to(device)) for x, y in batches)
+
+
+def _origin(data: SiteData, classes: int) -> Origin:
+    from unskew.statistics import Origin
+
+    labels = data.labels if data.labels is not None and len(data.labels) == classes else None
+    return Origin(labels=labels, preparation=data.preparation)
+
+
+def _counted(batches: Iterable[tuple[Any, Tensor]], progress: Callable[[int], None]) -> Iterator[tuple[Any, Tensor]]:
+    """The batches, telling a bar how many examples have gone by."""
+    for x, y in batches:
+        yield x, y
+        progress(len(y))

@@ -1,0 +1,133 @@
+"""Further calibrators: classifiers of Gaussian classes in closed form, for each rung of the bandwidth ladder.
+
+`lda` takes one covariance for all classes (pooled moments; FedCGS sends the same), `gnb` variances for each class
+(diagonal), `ncm` nothing but means (none), and `fedcof` estimates covariances from how far the clients' means lie
+apart, so that it needs means only, but each client's own.
+
+A class without examples gets the lowest logit there is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from unskew.errors import UsageError
+from unskew.heads import Calibrator, Task, behind
+from unskew.models import linear_of
+from unskew.ridge import solve, strength
+from unskew.statistics import FORMS
+from unskew.transforms import Transform
+
+
+def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True) -> Calibrator:
+    r"""Linear discriminant analysis: the Bayes classifier of Gaussians with means mu_c and one covariance S.
+
+    logit_c = mu_c' S^-1 z - mu_c' S^-1 mu_c / 2 + log pi_c, where S = (1 - s) S_w + s trace(S_w) / d I, S_w is the
+    scatter within the classes over the number of examples, s is `shrinkage`, and pi_c is the prior, or else the
+    classes' shares. Where none is given and `choose` holds, s is made from the ridge that suits the moments
+    (`ridge.strength`): discriminant analysis with S_w + r I and ridge regression span the same directions, so the same
+    r serves both. Without any, dead features can spoil the head.
+
+    Equal to scikit-learn's LinearDiscriminantAnalysis(solver="lsqr", shrinkage=s). Refused where the model's classifier
+    has no bias, which it needs.
+    """
+    if not 0 <= shrinkage <= 1:
+        raise UsageError(f"shrinkage is {shrinkage}: it must be between 0 and 1")
+
+    def fit(task: Task) -> nn.Module:
+        stats, n = task.stats, task.stats.count.sum()
+        within = stats.scatter / n
+        level = within.diagonal().mean()
+        share = shrinkage
+        if choose and not shrinkage:
+            ridge = strength(stats, True)
+            share = float(ridge / (ridge + n * level).clamp(min=1e-300))
+        within.mul_(1 - share).diagonal().add_(share * level)
+        weight = solve(within, stats.mean.T, 0.0).T  # (C, d)
+        bias = _log_prior(task) - (weight * stats.mean).sum(1) / 2
+        return _head(weight, bias, transform, task)
+
+    return Calibrator("lda", ("pooled", "class"), Transform(transform).name, fit, Transform(transform).name)
+
+
+def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
+    r"""Gaussian naive Bayes: features independent within a class, each with a mean and a variance for each class.
+
+    log p(z | c) = -1/2 sum_j ((z_j - mu_cj)^2 / v_cj + log v_cj) + ... is linear in (z, z^2): the head is a linear
+    layer behind the transform "squares". `smoothing` times the largest variance of any feature over all examples is
+    added to all v_cj. Equal to scikit-learn's GaussianNB(var_smoothing=smoothing). Needs a bias, as `lda`.
+    """
+    if not smoothing >= 0:
+        raise UsageError(f"smoothing is {smoothing}: it must be 0 or more")
+    front = Transform(f"{transform}+squares").name
+
+    def fit(task: Task) -> nn.Module:
+        stats = task.stats.reduced("diagonal")
+        n, mean = stats.count.clamp(min=1)[:, None], stats.mean
+        overall = stats.second.sum(0) / n.sum() - (stats.first.sum(0) / n.sum()) ** 2
+        variance = (stats.second / n - mean**2).clamp(min=0) + max(smoothing * float(overall.max()), 1e-300)
+        bias = _log_prior(task) - 0.5 * (mean**2 / variance + variance.log()).sum(1)
+        return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, task)
+
+    return Calibrator("gnb", ("diagonal", "class"), Transform(transform).name, fit, front)
+
+
+def ncm(transform: str = "identity") -> Calibrator:
+    r"""The class whose mean is nearest: logit_c = mu_c' z - ||mu_c||^2 / 2. Needs a bias, as `lda`.
+
+    With transform="unit" it compares directions, as FedNCM does. Equal to scikit-learn's NearestCentroid().
+    """
+
+    def fit(task: Task) -> nn.Module:
+        mean = task.stats.mean
+        known = torch.where(task.stats.count > 0, 0.0, -torch.inf)
+        return _head(mean, known - (mean**2).sum(1) / 2, transform, task)
+
+    name = Transform(transform).name
+    return Calibrator("ncm", ("none", *FORMS[:-1]), name, fit, name, weighs=False)
+
+
+def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
+    r"""FedCOF (Goswami et al., NeurIPS 2025): covariances from the spread of the clients' class means.
+
+    Sigma_c = 1 / (K_c - 1) sum_k n_kc (mu_kc - mu_c)(mu_kc - mu_c)' + gamma I over the K_c clients that have class c:
+    the mean of n draws varies n times less than a draw, so this is unbiased if clients draw from the same class
+    distribution. Then W = (sum_c (N_c - 1) Sigma_c)^-1 U, as FFC from the scatter within classes alone, each row
+    divided by its length. It needs many clients per class; gamma is the paper's shrinkage.
+    """
+    if not gamma >= 0:
+        raise UsageError(f"gamma is {gamma}: it must be 0 or more")
+
+    def fit(task: Task) -> nn.Module:
+        stats, mean = task.stats, task.stats.mean
+        gram = mean.new_zeros(stats.dimension, stats.dimension)
+        for label in (stats.count > 1).nonzero().flatten().tolist():
+            count = torch.stack([site.count[label] for site in task.sites])  # (K,)
+            means = torch.stack([site.first[label] for site in task.sites]) / count.clamp(min=1)[:, None]
+            apart = (means - mean[label]) * count.sqrt()[:, None]  # rows of clients without that class are zero
+            clients = int((count > 0).sum())
+            covariance = apart.T @ apart / max(clients - 1, 1)
+            covariance.diagonal().add_(gamma)
+            gram += (stats.count[label] - 1) * covariance
+        weight = nn.functional.normalize(solve(gram, stats.cross, 0.0).T)
+        known = torch.where(stats.count > 0, 0.0, -torch.inf)
+        if task.old.bias is None:
+            return behind(linear_of(weight.to(task.old.weight)), transform, task.width)
+        return _head(weight, known, transform, task)
+
+    name = Transform(transform).name
+    return Calibrator("fedcof", ("none", *FORMS[:-1]), name, fit, name, apart=True, weighs=False)
+
+
+def _log_prior(task: Task) -> Tensor:
+    return (task.stats.count / task.stats.count.sum() if task.prior is None else task.prior).log()
+
+
+def _head(weight: Tensor, bias: Tensor, transform: str, task: Task) -> nn.Module:
+    """The head of these numbers, in the old one's type; of no use where that has no bias."""
+    if task.old.bias is None:
+        raise UsageError("the model's classifier has no bias, which this calibrator needs: choose ffc or ccvr")
+    lowest = max(torch.finfo(task.old.weight.dtype).min / 4, -1e30)
+    return behind(linear_of(weight.to(task.old.weight), bias.double().clamp(min=lowest).to(task.old.weight)), transform,
+                  task.width)  # fmt: skip

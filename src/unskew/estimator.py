@@ -1,0 +1,100 @@
+"""`CalibratedHead`: the calibrators as a scikit-learn classifier on features.
+
+For those who have features already, and the tools of scikit-learn around them. What it learns are moments:
+`partial_fit` adds, estimators of several sites can be added up through their `stats_`, and `fit_statistics` makes a
+head from sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets, unique_labels
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from unskew.models import linear_of
+from unskew.selection import calibrator_of
+from unskew.statistics import FeatureStats
+from unskew.transforms import Transform
+
+Array = npt.NDArray[Any]
+
+
+class CalibratedHead(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A classifier that is made from moments of features, by any calibrator but those that need sites apart.
+
+    `calibrator` is a spec such as "lda:shrinkage=0.1", `form` that of the moments, `front` what is done to features
+    first, as in "unit+fourier:1000:7".
+
+    >>> x, y = np.random.default_rng(0).normal(size=(60, 5)), np.arange(60) % 3
+    >>> head = CalibratedHead("lda").partial_fit(x[:30], y[:30], classes=[0, 1, 2]).partial_fit(x[30:], y[30:])
+    >>> np.allclose(head.decision_function(x), CalibratedHead("lda").fit(x, y).decision_function(x))
+    True
+    """
+
+    def __init__(
+        self, calibrator: str = "auto", form: str = "pooled", front: str = "identity", random_state: int = 0
+    ) -> None:
+        self.calibrator = calibrator
+        self.form = form
+        self.front = front
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Learn from examples, forgetting others."""
+        X, y = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        self.classes_ = unique_labels(y)
+        return self._include(X, y, None)
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Self:
+        """Learn from further examples; the first call has to name all classes."""
+        first = not hasattr(self, "stats_")
+        X, y = validate_data(self, X, y, dtype=np.float64, reset=first)
+        check_classification_targets(y)
+        if first and classes is None:
+            raise ValueError("classes is None: the first call of partial_fit has to name all classes")
+        if classes is not None:
+            named = unique_labels(classes)
+            if not first and not np.array_equal(named, self.classes_):
+                raise ValueError(f"classes are {named}, but the first call of partial_fit named {self.classes_}")
+            self.classes_ = named
+        return self._include(X, y, None if first else self.stats_)
+
+    def fit_statistics(self, stats: FeatureStats, classes: Any = None) -> Self:
+        """Make the head from statistics, such as the sum of several sites' `stats_`."""
+        self.classes_ = np.arange(stats.classes) if classes is None else unique_labels(classes)
+        self.stats_ = stats
+        self.n_features_in_ = getattr(self, "n_features_in_", stats.dimension)
+        maker = calibrator_of(self.calibrator, stats.form, stats.transform)
+        old = torch.zeros(stats.classes, self.n_features_in_, dtype=torch.float64)
+        draw = torch.Generator().manual_seed(self.random_state)
+        self.head_ = maker(stats, linear_of(old, old.new_zeros(len(old))), draw)
+        return self
+
+    def _include(self, X: Array, y: Array, stats: FeatureStats | None) -> Self:
+        unknown = np.setdiff1d(y, self.classes_)
+        if len(unknown):
+            raise ValueError(f"y holds {unknown}, which are not among the classes {self.classes_}")
+        labels = torch.from_numpy(np.searchsorted(self.classes_, y))
+        name = Transform(self.front).name
+        new = FeatureStats.of(torch.tensor(X), labels, len(self.classes_), self.form, name)
+        return self.fit_statistics(new if stats is None else stats + new, self.classes_)
+
+    def decision_function(self, X: Any) -> Array:
+        """The logits (n, C); for two classes their difference (n,)."""
+        check_is_fitted(self)
+        X = validate_data(self, X, dtype=np.float64, reset=False)
+        with torch.no_grad():
+            logits: Array = self.head_(torch.tensor(X)).numpy()
+        return logits[:, 1] - logits[:, 0] if len(self.classes_) == 2 else logits
+
+    def predict(self, X: Any) -> Array:
+        """The classes of the highest logits."""
+        logits = self.decision_function(X)
+        best = (logits > 0).astype(int) if logits.ndim == 1 else logits.argmax(1)
+        return self.classes_[best]

@@ -1,0 +1,209 @@
+"""Files around calibration: a model with its weights, candidate heads, the sites' answers, the calibrated model.
+
+A calibrated model is a safetensors file of weights under the model's own names, so that plain torch loads it; what was
+done stands in its metadata, and `opened` builds in what a plain model lacks (a transform before the classifier, another
+number of classes). Candidate heads go to the sites in one sealed file; a site's answer is a line of JSON with counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unskew.cutting import rejoined, split
+from unskew.errors import DataError, UsageError
+from unskew.foreign import exported, load_module, put_weights, read_weights, save_weights
+from unskew.heads import behind, plain
+from unskew.models import Split, linear, linear_of, networks
+from unskew.results import load_sealed, load_tree, save_sealed, seal
+from unskew.statistics import FeatureStats, Origin, weights_digest
+from unskew.transforms import Transform
+from unskew.tree import Tree
+
+OLD = "old"  # the name of the head that the model has
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+class Opened(NamedTuple):
+    """A model as it was asked for: the module itself, and the same cut before its classifier."""
+
+    module: nn.Module
+    model: Split
+
+
+def opened(
+    spec: str,
+    weights: Path | None,
+    *,
+    classes: int | None = None,
+    layer: str | None = None,
+    trust: bool = False,
+    example: Any = None,
+) -> Opened:
+    """The model of a spec (see `foreign.load_module`) with its weights, cut where `example` or `layer` says.
+
+    Its number of classes is that of the weights. `classes` gives it a new head for another number, of zeros.
+    """
+    tree = read_weights(weights) if weights else {}
+    about = _about(weights) if weights else {}
+    inside = tree[f"{about['layer']}.weight"].shape[0] if about else None
+    if inside is None and spec.partition(":")[0] in networks and "classifier.weight" in tree:
+        inside = len(tree["classifier.weight"])
+    module = load_module(spec, inside or (None if weights else classes), trust)
+    transform = about.get("transform", "identity")
+    layer = layer or about.get("layer")
+    held: Tree = {}
+    if transform != "identity":  # its classifier does not fit the features as they are
+        held = {name: tree.pop(f"{layer}.{name}") for name in ("weight", "bias") if f"{layer}.{name}" in tree}
+        own = module.state_dict()
+        tree |= {f"{layer}.{name}": own[f"{layer}.{name}"] for name in ("weight", "bias") if f"{layer}.{name}" in own}
+    if weights:
+        _resize(module, tree)
+        put_weights(module, tree, weights)
+    model = split(module, example, layer)
+    if held:
+        head = linear_of(held["weight"], held.get("bias"))
+        model.classifier = behind(head, transform, plain(model.classifier).in_features)
+    if classes is not None and classes != model.classes:
+        old = plain(model.classifier)
+        model.classifier = linear_of(old.weight.new_zeros(classes, old.in_features), old.weight.new_zeros(classes))
+    return Opened(module, model)
+
+
+def example_of(origin: Origin) -> Tensor | None:
+    """Two inputs of the shape that statistics were collected from, of zeros; None where it is not known."""
+    if origin.input_shape is None or origin.input_dtype is None:
+        return None
+    kind = getattr(torch, origin.input_dtype, None)
+    return torch.zeros(2, *origin.input_shape, dtype=kind) if isinstance(kind, torch.dtype) else None
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """What stands in the metadata of a calibrated model; nothing, for other weights."""
+    with path.open("rb") as file:
+        if file.read(9)[8:] != b"{":
+            return {}
+    text = load_tree(path)[1].get("calibrated")
+    try:
+        about = json.loads(text) if text else {}
+        return {"layer": str(about["layer"]), "transform": Transform(about["transform"]).name} if about else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: what it says of its calibration is damaged ({error})") from None
+
+
+def _resize(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
+    """Give the module's classification layer as many classes as the weights have, if that is all that differs."""
+    parts = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
+    other = [name for name, part in parts.items() if tree.get(f"{name}.weight", part.weight).shape != part.weight.shape]
+    if len(other) == 1 and tree[f"{other[0]}.weight"].ndim == 2:
+        name, part = other[0], parts[other[0]]
+        new = tree[f"{name}.weight"]
+        if new.shape[1] == part.in_features:
+            parent, _, last = name.rpartition(".")
+            bias = None if part.bias is None else part.bias.new_zeros(len(new))
+            setattr(module.get_submodule(parent), last, linear_of(part.weight.new_zeros(new.shape), bias))
+
+
+def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: FeatureStats) -> str:
+    """Write a calibrated model's weights under the names of the module it was cut from; says how to load them."""
+    front = [part.name for part in model.classifier.modules() if isinstance(part, Transform)]
+    layer = "classifier" if isinstance(module, Split) else model.layer
+    about = {"layer": layer, "transform": "+".join(front) or "identity", "calibrator": name,
+             "examples": int(stats.count.sum()), "labels": stats.origin.labels}  # fmt: skip
+    tree = rejoined(model, module)
+    save_weights(path, tree, {"calibrated": json.dumps(about)})
+    own = module.state_dict()
+    if front:
+        return f"its classifier stands behind the transform {about['transform']}: plain torch needs --export"
+    if any(name not in own or own[name].shape != value.shape for name, value in tree.items()):
+        shape = tuple(tree[f"{layer}.weight"].shape)
+        return f"{layer} has the shape {shape} now: build the model so before loading it in plain torch"
+    return "it loads in plain torch: model.load_state_dict(safetensors.torch.load_file(path))"
+
+
+def write_program(path: Path, model: Split, origin: Origin) -> None:
+    """Write a calibrated model as a program of torch.export."""
+    example = example_of(origin)
+    if example is None:
+        raise UsageError(
+            "--export needs a model whose input is one tensor: the statistics don't tell the shapes of several; export "
+            "it in Python, with foreign.exported(model, example, path)"
+        )
+    exported(model, example.to(next(model.parameters()).device), path)
+
+
+# ---------------------------------------------------------------------------------------------- candidates
+
+
+def write_heads(path: Path, model: Split, made: Mapping[str, nn.Module]) -> None:
+    """Write candidate heads, after the one that the model has."""
+    tree: Tree = {}
+    fronts = {}
+    for name, head in {OLD: model.classifier, **made}.items():
+        layer = plain(head)
+        tree[f"{name}/weight"] = layer.weight
+        if layer.bias is not None:
+            tree[f"{name}/bias"] = layer.bias
+        fronts[name] = "+".join(part.name for part in head.modules() if isinstance(part, Transform)) or "identity"
+    save_sealed(path, tree, {"heads": json.dumps(fronts), "weights": weights_digest(model)})
+
+
+def read_heads(path: Path, model: Split) -> tuple[dict[str, nn.Module], str]:
+    """The candidate heads of a file, the old one first, and its digest; refused if they are not for this model."""
+    tree, metadata = load_sealed(path)
+    if "heads" not in metadata:
+        raise DataError(f"{path}: holds no heads; `unskew calibrate --propose` writes them")
+    if metadata["weights"] != weights_digest(model):
+        raise DataError(f"{path}: heads for a model with other weights: give the weights that the statistics were "
+                        "collected with")  # fmt: skip
+    width = linear(model.classifier).in_features
+    found: dict[str, nn.Module] = {}
+    for name, front in json.loads(metadata["heads"]).items():
+        layer = linear_of(tree[f"{name}/weight"], tree.get(f"{name}/bias"))
+        found[name] = behind(layer, front, width)
+    return found, seal(tree, metadata)
+
+
+def answer_of(digest: str, total: Tensor, right: Mapping[str, Tensor]) -> str:
+    """The text of a site's answer: how many examples of each class each head classified rightly."""
+    counts = {name: value.tolist() for name, value in right.items()}
+    return json.dumps({"heads": digest, "total": total.tolist(), "right": counts}) + "\n"
+
+
+def read_answers(paths: Iterable[Path], digest: str, names: Iterable[str]) -> tuple[dict[str, Tensor], Tensor]:
+    """The added answers of all sites to the heads of this digest: rightly classified by each head, and all."""
+    names = list(names)
+    met: dict[str, Path] = {}
+    sums: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+            answer = json.loads(text)
+            counts = {"total": answer["total"], **{name: answer["right"][name] for name in names}}
+            for name, value in counts.items():
+                pairs = zip(value, counts["total"], strict=True)
+                if not all(type(n) is int and 0 <= n <= most for n, most in pairs):
+                    raise ValueError(f"{name} holds no counts")
+        except FileNotFoundError:
+            raise DataError(f"{path}: there is no such file") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: no answer of `unskew evaluate --heads`, or damaged ({error})") from None
+        if answer.get("heads") != digest:
+            raise DataError(f"{path}: an answer to other heads: let the site evaluate these")
+        if text in met:
+            raise DataError(f"{path}: the same answer as {met[text]}: leave one of them out")
+        met[text] = path
+        for name, value in counts.items():
+            new = torch.tensor(value, dtype=torch.float64)
+            if name in sums and sums[name].shape != new.shape:
+                raise DataError(f"{path}: {len(new)} classes, others have {len(sums[name])}")
+            sums[name] = sums[name] + new if name in sums else new
+    total = sums.pop("total")
+    return sums, total

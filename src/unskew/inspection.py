@@ -1,0 +1,106 @@
+"""What statistics files hold, class by class and site by site, and what to beware of before calibrating from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unskew.statistics import FeatureStats, Origin
+from unskew.statistics_file import Head, head_of, load
+
+LARGE = 0.5  # share of all examples from which a site dominates
+LEANING = 1.0  # skewness from which features are far from Gaussian
+
+
+def inspected(files: Sequence[Path]) -> dict[str, Any]:
+    """Each file's header, the examples of each class in each file, and warnings; damaged files are refused."""
+    heads = [head_of(path) for path in files]
+    found = [load(path, "diagonal" if head.form == "class" else None) for path, head in zip(files, heads, strict=True)]
+    classes = max(head.classes for head in heads)
+    names = next((head.origin.labels for head in heads if head.origin.labels), None)
+    label = [names[number] if names and number < len(names) else str(number) for number in range(classes)]
+    counts = [
+        [int(stats.count[number]) if number < stats.classes else 0 for stats in found] for number in range(classes)
+    ]
+    return {
+        "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
+        "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
+        "warnings": [*_of_sorts(files, heads), *_of_counts(files, heads, label, counts), *_of_shape(files, found)],
+    }
+
+
+def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
+    return {
+        "file": str(path), "bytes": path.stat().st_size, "examples": head.examples, "classes": head.classes,
+        "present": int((stats.count > 0).sum()), "dimension": head.dimension, "form": head.form,
+        "precision": head.precision, "transform": head.transform, "held_out": head.held_out,
+        "layer": head.origin.layer, "weights": head.origin.weights, "preparation": head.origin.preparation,
+        "input_shape": head.origin.input_shape, "skewness": stats.skewness, "producer": head.producer,
+        "privacy": None if head.privacy is None else head.privacy._asdict(), "digest": head.digest,
+    }  # fmt: skip
+
+
+def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
+    """Files that can't be added to the first."""
+    first, warnings = heads[0], []
+    for path, head in list(zip(files, heads, strict=True))[1:]:
+        differ = [name for name in ("classes", "dimension", "transform") if getattr(head, name) != getattr(first, name)]
+        for name in Origin.__dataclass_fields__:
+            mine, theirs = getattr(first.origin, name), getattr(head.origin, name)
+            if mine is not None and theirs is not None and mine != theirs:
+                differ.append({"weights": "weights behind the features"}.get(name, name))
+        if (head.held_out is None) != (first.held_out is None):
+            differ.append("held-out part")
+        if differ:
+            warnings.append(f"{path} has other {', '.join(differ)} than {files[0]}: they can't be added")
+        if head.form != first.form:
+            warnings.append(
+                f"{path} is of form {head.form}, {files[0]} of form {first.form}: only what both have is used"
+            )
+    met: dict[str, Path] = {}
+    for path, head in zip(files, heads, strict=True):
+        if head.digest in met:
+            warnings.append(f"{path} is the same as {met[head.digest]}")
+        met.setdefault(head.digest, path)
+    return warnings
+
+
+def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], counts: list[list[int]]) -> list[str]:
+    warnings = []
+    total = sum(map(sum, counts))
+    if len(files) > 2:
+        for path, site in zip(files, zip(*counts, strict=True), strict=True):
+            if sum(site) > LARGE * total:
+                warnings.append(f"{path} dominates: {sum(site) / total:.0%} of all examples; --prior can help")
+    for path, site in zip(files, zip(*counts, strict=True), strict=True):
+        if not sum(site):
+            warnings.append(f"{path} holds no examples")
+    alone: dict[Path, list[str]] = {}
+    for name, row in zip(label, counts, strict=True):
+        if len(files) > 1 and sum(map(bool, row)) == 1:
+            alone.setdefault(files[max(range(len(row)), key=row.__getitem__)], []).append(name)
+    for path, names in alone.items():
+        warnings.append(f"{path} alone has class {', '.join(names)}: what is said of it is said of that site")
+    absent = [name for name, row in zip(label, counts, strict=True) if not sum(row)]
+    if absent:
+        warnings.append(f"no file has examples of class {', '.join(absent)}: a new classifier can't know it")
+    few = [name for name, row in zip(label, counts, strict=True) if 0 < sum(row) <= heads[0].dimension]
+    if few and heads[0].form == "class":
+        warnings.append(
+            f"class {', '.join(few[:10])}{', ...' if len(few) > 10 else ''}: no more examples than features, so the "
+            "covariance is singular; ffc and lda do not mind"
+        )
+    return warnings
+
+
+def _of_shape(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
+    leaning = {path: stats.skewness for path, stats in zip(files, found, strict=True)}
+    far = {path: lean for path, lean in leaning.items() if lean is not None and abs(lean) > LEANING}
+    if not far:
+        return []
+    told = ", ".join(f"{path} ({lean:.1f})" for path, lean in list(far.items())[:5]) + (", ..." if len(far) > 5 else "")
+    return [
+        f"features are not Gaussian, as ccvr, lda and gnb assume (skewness, of a Gaussian 0): {told}. ffc assumes "
+        "nothing; --transform relu-tukey:0.5 makes features more Gaussian"
+    ]

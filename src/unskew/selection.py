@@ -1,0 +1,111 @@
+"""Which calibrator: by name, by what statistics allow, by the answers of the sites; and what to expect of it.
+
+`calibrators` are all there are. `calibrator_of("auto", ...)` takes the one that did best by measurement with statistics
+of that form (results/calibrators.md). `separation` is the forecast of CCVR 5.4. `Answer`s are what sites say of
+candidate heads on examples of their own; `chosen` keeps the old head unless another is better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from unskew.discriminants import fedcof, gnb, lda, ncm
+from unskew.errors import UsageError
+from unskew.heads import Calibrator, ccvr, ffc
+from unskew.specs import made
+from unskew.statistics import FeatureStats
+
+calibrators: dict[str, Callable[..., Calibrator]] = {
+    "ccvr": ccvr, "ffc": ffc, "lda": lda, "gnb": gnb, "ncm": ncm, "fedcof": fedcof,
+}  # fmt: skip
+"""All calibrators by name."""
+
+BEST = {"class": "ffc:choose=true", "pooled": "ffc:choose=true", "diagonal": "ccvr", "none": "ncm"}
+"""What `auto` takes for each form of statistics."""
+NEED_BIAS = ("lda", "gnb", "ncm")
+
+
+def calibrator_of(spec: str, form: str, transform: str = "identity", bias: bool = True) -> Calibrator:
+    """The calibrator of a spec such as "ccvr:samples=500" for statistics of a form, under their transform unless it
+    says another; "auto" chooses. `bias` tells whether the model's classifier has one.
+    """
+    name, _, options = spec.strip().partition(":")
+    if name == "auto":
+        spec = candidates(form, 0, bias)[0] + (f":{options}" if options else "")
+    if "transform=" not in spec and transform != "identity":
+        spec = f"{spec}:transform={transform}"
+    return made("calibrator", spec, calibrators)
+
+
+def candidates(form: str, sites: int, bias: bool = True) -> list[str]:
+    """The calibrators that statistics of a form allow, what did best with that form first; `sites` of them known apart.
+
+    >>> candidates("none", 10)
+    ['ncm', 'fedcof']
+    """
+    able = []
+    for name, factory in calibrators.items():
+        calibrator = factory()
+        if form in calibrator.forms and (bias or name not in NEED_BIAS) and not (calibrator.apart and sites < 3):
+            able.append(BEST[form] if BEST[form].partition(":")[0] == name else name)
+    if not able:
+        raise UsageError(
+            f"statistics of form {form!r} serve no classifier without a bias: collect them with form 'pooled'"
+        )
+    return sorted(able, key=lambda spec: spec != BEST[form])
+
+
+# ---------------------------------------------------------------------------------------------- the forecast
+
+
+def separation(stats: FeatureStats, directions: int = 200, generator: torch.Generator | None = None) -> float | None:
+    """The mean sliced Wasserstein distance between the Gaussians of any two classes: CCVR 5.4 and Figure 6.
+
+    Along a unit vector v both are Gaussians of one dimension, whose squared distance is known: the difference of the
+    means squared plus that of the deviations squared. It is averaged over `directions` random vectors, its root over
+    all pairs of classes with examples, in units of the features' mean deviation within classes, so that models can be
+    compared. The farther apart, the more a calibration can gain. None from statistics of form "none".
+    """
+    if stats.form == "none":
+        return None
+    draw = generator or torch.Generator().manual_seed(0)
+    lines = torch.randn(stats.dimension, directions, generator=draw, dtype=torch.float64).to(stats.first)
+    lines = lines / lines.norm(dim=0)
+    present = (stats.count > 0).nonzero().flatten().tolist()
+    if len(present) < 2:
+        return None
+    means = (stats.mean @ lines)[present]  # (C, directions)
+    if stats.form == "pooled":
+        covariance = stats.scatter / stats.count.sum()
+        deviations = ((lines * (covariance @ lines)).sum(0)).clamp(min=0).sqrt().expand_as(means)
+    else:
+        along = [(lines * (stats.covariance_of(label) @ lines)).sum(0) for label in present]
+        deviations = torch.stack(along).clamp(min=0).sqrt()
+    pairs = torch.combinations(torch.arange(len(present)))
+    squared = sum((value[pairs[:, 0]] - value[pairs[:, 1]]) ** 2 for value in (means, deviations))
+    assert isinstance(squared, Tensor)
+    unit = deviations.pow(2).mean().sqrt()
+    return float(squared.mean(1).sqrt().mean() / unit) if unit > 0 else math.inf
+
+
+# ---------------------------------------------------------------------------------------------- validation
+
+
+def chosen(counts: Mapping[str, Tensor], total: Tensor, prior: Tensor | None = None) -> tuple[str, dict[str, float]]:
+    """The best of several heads, and the accuracy of each, from the sites' added counts.
+
+    `counts[name]` (C,) are the examples of each class that a head classified rightly, of `total` (C,). The first head
+    is the old one, and stays unless another is better. Under a prior, classes count by it instead of by their examples.
+    """
+    if not total.sum() > 0:
+        raise UsageError("the sites' answers hold no examples: validate on at least one")
+    share = total if prior is None else prior * (total > 0)
+    weight = share.double() / (share.sum() * total.clamp(min=1))  # of an example of each class
+    accuracies = {name: float(weight @ right.double()) for name, right in counts.items()}
+    old = next(iter(counts))
+    best = max(accuracies, key=accuracies.__getitem__)
+    return best if accuracies[best] > accuracies[old] + 1e-12 else old, accuracies

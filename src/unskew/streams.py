@@ -1,0 +1,167 @@
+"""Safetensors files, written and read a piece at a time, with a digest over everything.
+
+Statistics can have gigabytes, and the safetensors library wants the whole of a file in memory. The format is simple
+enough to be streamed: eight bytes with the length of a header, the header as JSON, the tensors one behind the other.
+Tensors lie in the order of `layout`, the wider numbers first, so that each starts where its type may. The SHA-256 over
+metadata, names, types, shapes and values stands in the metadata as `digest`; `read` raises at the end if it is another.
+Files can be read by any safetensors library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.errors import DataError
+from unskew.results import replacing
+
+TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+MOST_HEADER = 2**20  # bytes; ours have a few thousand
+PIECE = 16 * 2**20  # bytes that are read at a time
+
+
+class Kind(NamedTuple):
+    """The type and the shape of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def layout(kinds: Mapping[str, Kind]) -> list[str]:
+    """The names of tensors in the order in which they lie."""
+    return sorted(kinds, key=lambda name: (-kinds[name].dtype.itemsize, name))
+
+
+def size(kinds: Mapping[str, Kind], metadata: Mapping[str, str]) -> int:
+    """How many bytes a file will have."""
+    return len(_header(kinds, {**metadata, "digest": 64 * "0"})) + sum(kind.nbytes for kind in kinds.values())
+
+
+def _header(kinds: Mapping[str, Kind], metadata: Mapping[str, str]) -> bytes:
+    spelled = {dtype: name for name, dtype in TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begin = 0
+    for name in layout(kinds):
+        end = begin + kinds[name].nbytes
+        header[name] = {"dtype": spelled[kinds[name].dtype], "shape": list(kinds[name].shape)}
+        header[name]["data_offsets"] = [begin, end]
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _title(name: str, kind: Kind) -> bytes:
+    return f"{name} {kind.dtype} {tuple(kind.shape)}\n".encode()
+
+
+def write(
+    path: Path,
+    kinds: Mapping[str, Kind],
+    pieces: Callable[[str], Iterator[Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a file from the pieces of each tensor, in the order of `layout`; the old file survives if that fails."""
+    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(_header(kinds, {**metadata, "digest": 64 * "0"}))
+        for name in layout(kinds):
+            digest.update(_title(name, kinds[name]))
+            begin = file.tell()
+            for piece in pieces(name):
+                raw = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                digest.update(raw)
+                file.write(raw)
+            assert file.tell() - begin == kinds[name].nbytes, name
+        file.seek(0)
+        file.write(_header(kinds, {**metadata, "digest": digest.hexdigest()}))
+
+
+class Reader:
+    """A file that is open: its metadata and the kinds of its tensors, checked; then its values, once, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("rb")
+        except FileNotFoundError:
+            raise DataError(f"{path}: there is no such file") from None
+        except OSError as error:
+            raise DataError(f"{path}: can't be read ({error.strerror})") from None
+        try:
+            self.metadata, self.kinds = self._head()
+            self.digest = self.metadata.pop("digest", None)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def _refusal(self, why: str) -> DataError:
+        return DataError(f"{self.path}: not a readable safetensors file, or cut short ({why})")
+
+    def _head(self) -> tuple[dict[str, str], dict[str, Kind]]:
+        """The metadata and the kinds of all tensors, whose places must follow each other to the file's very end."""
+        whole = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(8), "little")
+        if whole < 8 or length > min(whole - 8, MOST_HEADER):
+            raise self._refusal(f"its header claims {length:,} bytes of {whole:,}; at most {MOST_HEADER:,} are allowed")
+        try:
+            header = json.loads(self._file.read(length))
+            metadata = header.pop("__metadata__", {})
+            places = {name: (entry["data_offsets"], Kind(TYPES[entry["dtype"]], tuple(entry["shape"])))
+                      for name, entry in header.items()}  # fmt: skip
+            fits = all(type(value) is str for value in metadata.values())
+            for (begin, end), kind in places.values():
+                numbers = (begin, end, *kind.shape)
+                fits = fits and all(type(number) is int and 0 <= number < 2**48 for number in numbers)
+                fits = fits and end - begin == kind.nbytes
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._refusal(f"its header is damaged: {type(error).__name__} {error}") from None
+        ordered = sorted(places.items(), key=lambda item: (item[1][0][0], item[1][0][1]))
+        ends = [0, *(end for _, ((_, end), _) in ordered)]
+        if not fits or [begin for _, ((begin, _), _) in ordered] != ends[:-1] or 8 + length + ends[-1] != whole:
+            raise self._refusal("its header does not fit its contents")
+        return metadata, {name: kind for name, (_, kind) in ordered}
+
+    def read(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Every tensor in pieces: its name, the piece's first row, and some rows of it; the digest is compared last."""
+        digest = hashlib.sha256(json.dumps(self.metadata, sort_keys=True).encode())
+        for name, kind in self.kinds.items():
+            digest.update(_title(name, kind))
+            rows = kind.shape[0] if kind.shape else 1
+            width = kind.nbytes // rows if rows else 0
+            step = max(1, PIECE // width) if width else max(1, rows)
+            for start in range(0, rows, step):
+                count = min(step, rows - start)
+                raw = np.empty(count * width, np.uint8)
+                if self._file.readinto(raw.data) != len(raw):
+                    raise self._refusal("it ends too early")
+                digest.update(raw.data)
+                yield name, start, torch.from_numpy(raw).view(kind.dtype).reshape(count, *kind.shape[1:])
+        if digest.hexdigest() != self.digest:
+            raise DataError(
+                f"{self.path}: digest does not fit the contents; the file was damaged or changed: ask for it again"
+            )

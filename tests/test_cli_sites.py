@@ -1,0 +1,485 @@
+"""The exchange on files, as sites and server type it."""
+
+import json
+import runpy
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from commands import ENVIRONMENT, unskew
+from unskew.cutting import split
+from unskew.heads import ffc
+from unskew.statistics import FeatureStats, collect
+from unskew.statistics_file import head_of
+
+NET = """
+import torch
+from torch import nn
+
+def build(classes=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, classes))
+
+def headless():
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU())
+
+def plain():
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4, bias=False))
+
+def fails():
+    raise RuntimeError("no such luck")
+"""
+
+
+def points(n, seed, classes=(0, 1, 2, 3)):
+    draw = np.random.default_rng(seed)
+    y = draw.choice(classes, n)
+    centres = np.random.default_rng(99).normal(size=(4, 12))
+    return (1.2 * centres[y] + draw.normal(size=(n, 12))).astype(np.float32), y
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """Three sites with different classes, a model with good features and a poor head, test data."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
+    save_file(net.state_dict(), tmp_path / "global.safetensors")
+    for number, held in enumerate([(0, 1), (1, 2, 3), (3,)]):
+        x, y = points(120, number, held)
+        np.savez(tmp_path / f"site_{number}.npz", x=x, y=y)
+    x, y = points(400, 7)
+    np.savez(tmp_path / "test.npz", x=x, y=y)
+    return tmp_path
+
+
+MODEL = ("--model", "net.py:build", "--weights", "global.safetensors")
+
+
+def collected(*options, sites=3, names="site_{}.stats"):
+    files = []
+    for number in range(sites):
+        files.append(names.format(number))
+        answer = unskew("stats", *MODEL, "--data", f"site_{number}.npz", "--out", files[-1], *options)
+        assert answer.code == 0, answer.err
+    return files
+
+
+def accuracy(weights, *options):
+    answer = unskew(
+        "evaluate", "--model", "net.py:build", "--weights", weights, "--data", "test.npz", "--json", *options
+    )
+    assert answer.code == 0, answer.err
+    return json.loads(answer.out)["model"]["accuracy"]
+
+
+def test_the_exchange_from_end_to_end(work):
+    files = collected()
+    answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "better.safetensors")
+    assert answer.code == 0, answer.err
+    assert "Unverified" in answer.out
+    assert "sliced Wasserstein" in answer.out
+    assert "loads in plain torch" in answer.out
+    assert accuracy("better.safetensors") > accuracy("global.safetensors") + 0.2
+    net = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
+    net.load_state_dict(load_file("better.safetensors"))  # without Unskew
+    old = load_file("global.safetensors")
+    assert all(net.state_dict()[name].equal(old[name]) for name in ("0.weight", "0.bias"))
+    with np.load("test.npz") as test:
+        right = (net(torch.from_numpy(test["x"])).argmax(1).numpy() == test["y"]).mean()
+    assert right == pytest.approx(accuracy("better.safetensors"))
+
+
+def test_the_head_is_that_of_all_data_in_one_place(work):
+    files = collected()
+    assert unskew("calibrate", *MODEL, "--stats", *files, "--out", "b.safetensors", "--calibrator", "ffc").code == 0
+    x, y = (np.concatenate([np.load(f"site_{n}.npz")[key] for n in range(3)]) for key in "xy")
+    net = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
+    net.load_state_dict(load_file("global.safetensors"))
+    model = split(net, torch.zeros(2, 12))
+    stats = collect(model, [(torch.from_numpy(x), torch.from_numpy(y))], 4, "pooled")
+    head = ffc()(stats, model.classifier, torch.Generator())
+    assert load_file("b.safetensors")["2.weight"].numpy() == pytest.approx(head.weight.detach().numpy(), abs=1e-6)
+
+
+@pytest.mark.parametrize("form", ["class", "pooled", "diagonal", "none"])
+@pytest.mark.parametrize("precision", ["float64", "int16"])
+def test_every_rung_of_the_ladder_calibrates(work, form, precision):
+    files = collected("--form", form, "--precision", precision)
+    answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "better.safetensors")
+    assert answer.code == 0, answer.err
+    assert accuracy("better.safetensors") > accuracy("global.safetensors") + 0.2
+
+
+def test_the_size_is_said_and_a_budget_is_kept(work):
+    said = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "a.stats", "--form", "class").out
+    size = (work / "a.stats").stat().st_size
+    assert f"{size:,} B" in said or f"{size / 1e3:,.1f} kB" in said
+    for budget, form in (("20kB", "class"), ("3.3kB", "pooled"), ("2.5kB", "diagonal"), ("2.4kB", "none")):
+        answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "b.stats", "--force", "--budget", budget)
+        assert answer.code == 0, answer.err
+        assert (work / "b.stats").stat().st_size <= float(budget[:-2]) * 1000
+        assert head_of(work / "b.stats").form == form
+    answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "c.stats", "--budget", "1kB")
+    assert answer.code == 2
+    assert "the least that these options need" in answer.err
+    assert (
+        "500kB or 10MB" in unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "c.stats", "--budget", "much").err
+    )
+    assert not (work / "c.stats").exists()
+
+
+def test_sites_come_and_go(work):
+    files = collected()
+
+    def head(*options):
+        assert (
+            unskew(
+                "calibrate", *MODEL, *options, "--out", "x.safetensors", "--force", "--calibrator", "ffc:ridge=1"
+            ).code
+            == 0
+        )
+        return load_file("x.safetensors")["2.weight"].double().numpy()
+
+    expected = head("--stats", files[0], files[2])
+    assert head("--stats", *files, "--without", files[1]) == pytest.approx(expected, abs=1e-8)
+    head("--stats", *files, "--sum", "total.stats")
+    assert head("--stats", "total.stats", "--without", files[1]) == pytest.approx(expected, abs=1e-6)
+    head("--stats", *files[:2], "--sum", "two.stats")
+    everyone = head("--stats", *files)
+    assert head("--stats", "two.stats", files[2]) == pytest.approx(everyone, abs=1e-8)
+
+
+def test_no_harm(work):
+    files = collected("--form", "class")
+    answer = unskew("calibrate", *MODEL, "--stats", *files, "--propose", "heads.safetensors")
+    assert answer.code == 0, answer.err
+    answers = []
+    for number in range(3):
+        answers.append(f"site_{number}.answer")
+        answer = unskew(
+            "evaluate", *MODEL, "--data", f"site_{number}.npz", "--heads", "heads.safetensors", "--out", answers[-1]
+        )
+        assert answer.code == 0, answer.err
+    validated = ("--stats", *files, "--heads", "heads.safetensors", "--validate", *answers)
+    answer = unskew("calibrate", *MODEL, *validated, "--out", "better.safetensors")
+    assert answer.code == 0, answer.err
+    assert "is better than the old head" in answer.out
+    assert "Unverified" not in answer.out
+    assert accuracy("better.safetensors") > accuracy("global.safetensors")
+
+    told = json.loads((work / answers[0]).read_text())
+    assert set(told) == {"heads", "total", "right"}
+    told["right"] = {name: [0 if name != "old" else n for n in told["total"]] for name in told["right"]}
+    (work / "skewed.answer").write_text(json.dumps(told))
+    answer = unskew("calibrate", *MODEL, *validated[:-3], "skewed.answer", "--out", "same.safetensors")
+    assert "The old head stays" in answer.out
+    old, same = load_file("global.safetensors"), load_file("same.safetensors")
+    assert all(old[name].equal(same[name]) for name in old)
+
+    again = unskew("calibrate", *MODEL, *validated, answers[0], "--out", "z.safetensors")
+    assert "the same answer as" in again.err
+    (work / "broken.answer").write_text("{}")
+    assert (
+        "broken.answer" in unskew("calibrate", *MODEL, *validated[:-3], "broken.answer", "--out", "z.safetensors").err
+    )
+    other = unskew("calibrate", *MODEL, "--stats", *files, "--propose", "other.safetensors", "--calibrator", "ffc")
+    assert other.code == 0
+    wrong = unskew(
+        "calibrate",
+        *MODEL,
+        "--stats",
+        *files,
+        "--heads",
+        "other.safetensors",
+        "--validate",
+        *answers,
+        "--out",
+        "z.safetensors",
+    )
+    assert wrong.code == 1
+    assert "site_0.answer" in wrong.err
+
+
+def test_a_new_head_in_one_round(work):
+    """Statistics for another task: no training rounds at all, and the head is that of all data in one place."""
+    for number in range(3):
+        with np.load(f"site_{number}.npz") as held:
+            np.savez(f"new_{number}.npz", x=held["x"], y=held["y"] % 3)
+    files = []
+    for number in range(3):
+        files.append(f"new_{number}.stats")
+        answer = unskew("stats", *MODEL, "--classes", "3", "--data", f"new_{number}.npz", "--out", files[-1])
+        assert answer.code == 0, answer.err
+    answer = unskew(
+        "calibrate", *MODEL, "--classes", "3", "--stats", *files, "--out", "new.safetensors", "--calibrator", "lda"
+    )
+    assert answer.code == 0, answer.err
+    assert "(3, 16)" in answer.out
+    with np.load("test.npz") as test:
+        np.savez("new_test.npz", x=test["x"], y=test["y"] % 3)
+    answer = unskew(
+        "evaluate", "--model", "net.py:build", "--weights", "new.safetensors", "--data", "new_test.npz", "--json"
+    )
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["model"]["accuracy"] > 0.6
+
+
+@pytest.mark.parametrize("transform", ["unit", "unit+fourier:300:7", "relu-tukey:0.5"])
+def test_a_transform_travels_with_files_weights_and_programs(work, transform):
+    files = collected("--transform", transform)
+    assert head_of(work / files[0]).transform.startswith(transform)
+    options = ("--out", "better.safetensors", "--export", "model.pt2", "--calibrator", "ffc:choose=true")
+    answer = unskew("calibrate", *MODEL, "--stats", *files, *options)
+    assert answer.code == 0, answer.err
+    assert "plain torch needs --export" in answer.out
+    scored = accuracy("better.safetensors")
+    assert scored > accuracy("global.safetensors") + 0.2
+    script = (
+        "import sys, numpy, torch\n"
+        "sys.modules['unskew'] = None\n"
+        "net = torch.export.load('model.pt2').module()\n"
+        "test = numpy.load('test.npz')\n"
+        "print((net(torch.from_numpy(test['x'])).argmax(1).numpy() == test['y']).mean())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert float(done.stdout) == pytest.approx(scored, abs=0.003), done.stderr
+
+
+def test_priors(work):
+    files = collected("--form", "class")
+
+    def head(*options):
+        answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors", "--force", *options)
+        assert answer.code == 0, answer.err
+        return load_file("x.safetensors")
+
+    (work / "prior.txt").write_text("0.1, 0.2\n0.3 0.4")
+    for calibrator in ("lda", "ffc", "ccvr:samples=50:epochs=1"):
+        own = ("--calibrator", calibrator)
+        uniform, train, file = (head(*own, "--prior", prior) for prior in ("uniform", "train", "prior.txt"))
+        assert not uniform["2.bias"].allclose(train["2.bias"])
+        assert not uniform["2.bias"].allclose(file["2.bias"])
+        if calibrator != "ccvr:samples=50:epochs=1":
+            assert head(*own)["2.bias"].allclose(train["2.bias"], atol=1e-5)
+    (work / "bad.txt").write_text("0.1 0.2")
+    for text, message in (
+        ("bad.txt", "bad.txt: it holds 2 numbers; it must hold 4"),
+        ("flat", "allowed are uniform, train"),
+    ):
+        answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "y.safetensors", "--prior", text)
+        assert message in answer.err
+
+
+def test_held_out_parts_choose_the_ridge(work):
+    files = collected("--hold-out", "0.25")
+    assert all(20 < head_of(work / path).held_out < 40 for path in files)
+    answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors", "--calibrator", "ffc:choose=true")
+    assert answer.code == 0, answer.err
+    assert accuracy("x.safetensors") > accuracy("global.safetensors") + 0.2
+    answer = unskew("evaluate", *MODEL, "--data", "site_0.npz", "--hold-out", "0.25", "--json")
+    assert json.loads(answer.out)["model"]["examples"] == head_of(work / files[0]).held_out
+
+
+def test_inspect_shows_and_warns(work):
+    files = collected("--form", "class")
+    answer = unskew("inspect", *files)
+    assert answer.code == 0, answer.err
+    assert "site_0.stats alone has class 0" in answer.out
+    assert "site_1.stats alone has class 2" in answer.out
+    found = json.loads(unskew("inspect", *files, "--json").out)
+    assert [site["examples"] for site in found["files"]] == [120, 120, 120]
+    assert [sum(row["counts"]) for row in found["table"]] == np.bincount(
+        np.concatenate([np.load(f"site_{n}.npz")["y"] for n in range(3)])).tolist()  # fmt: skip
+    x, y = points(900, 5)
+    np.savez("site_9.npz", x=x, y=y)
+    assert unskew("stats", *MODEL, "--data", "site_9.npz", "--out", "site_9.stats", "--form", "pooled").code == 0
+    out = unskew("inspect", *files, "site_9.stats").out
+    assert "site_9.stats dominates: 71% of all examples" in out
+    assert "form pooled" in out
+    save_file({name: value + 1 for name, value in load_file("global.safetensors").items()}, "later.safetensors")
+    later = ("--model", "net.py:build", "--weights", "later.safetensors")
+    assert unskew("stats", *later, "--data", "site_0.npz", "--out", "later.stats").code == 0
+    assert "other weights behind the features" in unskew("inspect", files[0], "later.stats").out
+
+
+def test_skewed_features_are_warned_of(work):
+    z = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) ** 6
+    FeatureStats.of(z, torch.zeros(2000).long(), 1).save("skewed.stats")
+    assert (
+        "features are not Gaussian, as ccvr, lda and gnb assume (skewness, of a Gaussian 0): skewed.stats (1."
+        in unskew("inspect", "skewed.stats").out
+    )
+    FeatureStats.of(torch.randn(2000, 3).double(), torch.zeros(2000).long(), 1, "pooled").save("straight.stats")
+    assert "not Gaussian" not in unskew("inspect", "straight.stats").out
+
+
+def test_bad_input_is_refused_by_name_and_nothing_is_written(work):
+    files = collected()
+    out = ("--out", "y.safetensors")
+
+    def refused(message, *arguments, code=None):
+        answer = unskew(*arguments)
+        assert answer.code in ((1, 2) if code is None else (code,)), answer
+        assert message in answer.err, answer.err
+        assert "Traceback" not in answer.err
+        assert not (work / "y.safetensors").exists()
+        assert not (work / "y.stats").exists()
+
+    def calibrated(message, *stats, model=MODEL, **options):
+        refused(message, "calibrate", *model, "--stats", *stats, *out, **options)
+
+    good = (work / files[0]).read_bytes()
+    (work / "cut.stats").write_bytes(good[:-5])
+    (work / "flipped.stats").write_bytes(good[:-9] + bytes([good[-9] ^ 4]) + good[-8:])
+    (work / "empty.stats").write_bytes(b"")
+    calibrated("cut.stats", files[1], "cut.stats")
+    calibrated("flipped.stats", files[1], "flipped.stats")
+    calibrated("empty.stats", "empty.stats")
+    calibrated("missing.stats", "missing.stats")
+    calibrated("the same statistics as", files[0], files[0])
+    (work / "copy.stats").write_bytes(good)
+    calibrated("copy.stats: the same statistics as site_0.stats", files[0], "copy.stats")
+    calibrated("leaves no file", files[0], "--without", files[0])
+    FeatureStats.zero(4, 16, "pooled").save("nobody.stats")
+    calibrated("nobody.stats: the site has no examples", files[0], "nobody.stats")
+    assert "nobody.stats holds no examples" in unskew("inspect", files[0], "nobody.stats").out
+    unit = collected("--transform", "unit", sites=1, names="unit_{}.stats")
+    calibrated("unit_0.stats: statistics of different transform", files[0], *unit)
+    save_file({name: value + 1 for name, value in load_file("global.safetensors").items()}, "later.safetensors")
+    calibrated(
+        "collected with other weights", *files, model=("--model", "net.py:build", "--weights", "later.safetensors")
+    )
+    calibrated("unknown calibrator 'fcc': did you mean 'ffc'?", *files, "--calibrator", "fcc")
+    calibrated("needs statistics of form class", *files, "--calibrator", "ccvr")
+    calibrated("no file 'nut.py'", *files, model=("--model", "nut.py:build"))
+    calibrated("no such luck", *files, model=("--model", "net.py:fails"))
+    calibrated(
+        "global.sft: there is no such file", *files, model=("--model", "net.py:build", "--weights", "global.sft")
+    )
+    refused("--out", "calibrate", *MODEL, "--stats", *files)
+    refused("belong together", "calibrate", *MODEL, "--stats", *files, *out, "--heads", "h")
+    refused("stats", "calibrate", *MODEL, *out)
+
+    def gathered(message, *options, model=MODEL, data="site_0.npz", **code):
+        refused(message, "stats", *model, "--data", data, "--out", "y.stats", *options, **code)
+
+    gathered("missing.npz", data="missing.npz")
+    gathered("can't cut Sequential", model=("--model", "net.py:headless"))
+    gathered("don't fit the model", model=("--model", "net.py:headless", "--weights", "global.safetensors"))
+    gathered("'9'", "--layer", "9")
+    np.savez("labels.npz", x=np.zeros((3, 12), np.float32), y=np.array([0, 4, 1]))
+    gathered("labels.npz", data="labels.npz")
+    np.savez("none.npz", x=np.zeros((0, 12), np.float32), y=np.zeros(0, np.int64))
+    gathered("none.npz", data="none.npz")
+    np.savez("nan.npz", x=np.full((3, 12), np.nan, np.float32), y=np.array([0, 1, 1]))
+    gathered("nan", data="nan.npz")
+    gathered("held_out is 1.5", "--hold-out", "1.5")
+    gathered("unknown transform 'log'", "--transform", "log")
+    (work / "pickle.pt").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    gathered("pickle.pt", model=("--model", "net.py:build", "--weights", "pickle.pt"))
+    assert not (work / "ran").exists()
+    (work / "there.stats").write_text("precious")
+    answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "there.stats")
+    assert answer.code == 2
+    assert "there.stats is there already" in answer.err
+    assert (work / "there.stats").read_text() == "precious"
+
+
+def test_a_classifier_without_a_bias_stays_without(work):
+    net = {name: value for name, value in load_file("global.safetensors").items() if name != "2.bias"}
+    save_file(net, "plain.safetensors")
+    model = ("--model", "net.py:plain", "--weights", "plain.safetensors")
+    for form in ("pooled", "none"):
+        assert unskew("stats", *model, "--data", "site_0.npz", "--out", f"{form}.stats", "--form", form).code == 0
+    assert unskew("calibrate", *model, "--stats", "pooled.stats", "--out", "b.safetensors").code == 0
+    assert set(load_file("b.safetensors")) == set(net)
+    answer = unskew("calibrate", *model, "--stats", "none.stats", "--out", "c.safetensors")
+    assert answer.code == 2
+    assert "without a bias" in answer.err
+
+
+def test_fedcof_takes_the_files_apart(work):
+    for number in range(12):
+        x, y = points(40, number)
+        np.savez(f"site_{number}.npz", x=x, y=y)
+    files = collected("--form", "none", sites=12)
+    answer = unskew(
+        "calibrate", *MODEL, "--stats", *files, "--out", "b.safetensors", "--calibrator", "fedcof:gamma=0.1"
+    )
+    assert answer.code == 0, answer.err
+    assert accuracy("b.safetensors") > accuracy("global.safetensors") + 0.2
+
+
+def test_text_by_a_loader_of_ones_own(work):
+    """Inputs of several parts: the server has no example to cut the model with, and takes the layer of the files."""
+    (work / "text.py").write_text(
+        """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.score = nn.Embedding(40, 24), nn.Linear(24, 3)
+
+    def forward(self, ids, mask):
+        mask = mask[..., None].float()
+        return {"logits": self.score((self.words(ids) * mask).sum(1) / mask.sum(1))}
+
+def build():
+    return Net()
+
+def batches(part="train", batch=32):
+    draw = torch.Generator().manual_seed(len(part))
+    for _ in range(6):
+        y = torch.randint(3, (batch,), generator=draw)
+        ids = 10 * y[:, None] + torch.randint(14, (batch, 8), generator=draw)
+        yield {"ids": ids, "mask": torch.ones(batch, 8)}, y
+"""
+    )
+    model = ("--model", "text.py:build")
+    torch.save(runpy.run_path("text.py")["build"]().state_dict(), "text.pt")
+    model = (*model, "--weights", "text.pt")
+    assert unskew("stats", *model, "--data", "text.py:batches", "--out", "t.stats").code == 0
+    answer = unskew("calibrate", *model, "--stats", "t.stats", "--out", "t.safetensors")
+    assert answer.code == 0, answer.err
+
+    def scored(weights):
+        found = unskew(
+            "evaluate", "--model", "text.py:build", "--weights", weights, "--data", "text.py:batches", "--json"
+        )
+        return json.loads(found.out)["model"]["accuracy"]
+
+    assert scored("t.safetensors") > max(0.8, scored("text.pt") + 0.2)
+    answer = unskew("calibrate", *model, "--stats", "t.stats", "--out", "u.safetensors", "--export", "t.pt2")
+    assert "--export needs a model whose input is one tensor" in answer.err
+
+
+def test_ctrl_c_leaves_nothing_behind(work):
+    (work / "loader.py").write_text(
+        "import time, torch\ndef batches():\n    for _ in range(1000):\n        time.sleep(0.05)\n"
+        "        yield torch.zeros(2, 12), torch.zeros(2).long()\n"
+    )
+    import signal
+    import time
+
+    from commands import subprocess_of
+
+    process = subprocess_of("stats", *MODEL, "--data", "loader.py:batches", "--out", "y.stats")
+    time.sleep(6)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stopped" in err
+    assert not list(work.glob("*.stats*"))
+    assert not list(work.glob(".*tmp"))

@@ -1,0 +1,186 @@
+"""Closed-form heads equal scikit-learn's, however the data were cut."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.naive_bayes import GaussianNB
+from sklearn.neighbors import NearestCentroid
+from torch import nn
+
+from test_statistics import features, total
+from unskew.discriminants import fedcof, gnb, lda, ncm
+from unskew.errors import UsageError
+from unskew.models import linear
+from unskew.ridge import strength
+from unskew.statistics import FeatureStats, added
+
+
+def data(n=240, d=6, classes=4, seed=3):
+    z, y = features(n, d, classes, seed=seed)
+    return z + 2 * torch.randn(classes, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)[y], y
+
+
+def old(d=6, classes=4, bias=True):
+    return nn.Linear(d, classes, bias=bias).double()
+
+
+def parts(z, y, owners=5, form="class", **options):
+    owner = torch.randint(0, owners, (len(y),), generator=torch.Generator().manual_seed(1))
+    return [FeatureStats.of(z[owner == k], y[owner == k], 4, form, **options) for k in range(owners)]
+
+
+def made(calibrator, sites, classifier=None, prior=None):
+    return calibrator(added(sites), classifier or old(), torch.Generator(), prior, sites)
+
+
+@pytest.mark.parametrize("shrinkage", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("form", ["pooled", "class"])
+def test_lda_is_scikit_learns(shrinkage, form):
+    z, y = data()
+    head = made(lda(shrinkage, choose=False), parts(z, y, form=form))
+    with torch.no_grad():
+        mine = head(z).softmax(1)
+    theirs = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=shrinkage).fit(z, y).predict_proba(z)
+    assert mine.numpy() == pytest.approx(theirs, abs=1e-8)
+
+
+def test_lda_under_a_prior_is_scikit_learns():
+    z, y = data()
+    prior = torch.tensor([0.7, 0.1, 0.1, 0.1])
+    head = made(lda(choose=False), parts(z, y, form="pooled"), prior=prior)
+    with torch.no_grad():
+        mine = head(z).softmax(1).numpy()
+    # scikit-learn also weighs its covariance by the priors: undo that by giving it the scatter's own
+    theirs = LinearDiscriminantAnalysis(solver="lsqr").fit(z, y)
+    scores = theirs.decision_function(z) + np.log(prior.numpy() / theirs.priors_)
+    expected = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    assert mine == pytest.approx(expected, abs=1e-6)
+
+
+def test_lda_chooses_the_shrinkage_of_the_ridge():
+    z, y = data(60, 6)
+    stats = FeatureStats.of(z, y, 4, "pooled")
+    level = float(stats.scatter.diagonal().mean())
+    ridge = strength(stats, True)
+    fixed = lda(ridge / (ridge + level))(stats, old(), torch.Generator())
+    chosen = lda(choose=True)(stats, old(), torch.Generator())
+    assert chosen.weight.detach().numpy() == pytest.approx(fixed.weight.detach().numpy(), rel=1e-9)
+
+
+@pytest.mark.parametrize("form", ["diagonal", "class"])
+def test_gnb_is_scikit_learns(form):
+    z, y = data()
+    head = made(gnb(1e-3), parts(z, y, form=form))
+    with torch.no_grad():
+        mine = head(z).softmax(1).numpy()
+    assert mine == pytest.approx(GaussianNB(var_smoothing=1e-3).fit(z, y).predict_proba(z), abs=1e-8)
+
+
+def test_gnb_under_a_prior_is_scikit_learns():
+    z, y = data()
+    prior = np.array([0.1, 0.6, 0.2, 0.1])
+    head = made(gnb(), parts(z, y, form="diagonal"), prior=torch.from_numpy(prior))
+    with torch.no_grad():
+        assert head(z).softmax(1).numpy() == pytest.approx(
+            GaussianNB(priors=prior).fit(z, y).predict_proba(z), abs=1e-8
+        )
+
+
+def test_ncm_is_scikit_learns():
+    z, y = data()
+    head = made(ncm(), parts(z, y, form="none"))
+    assert head(z).argmax(1).tolist() == NearestCentroid().fit(z, y).predict(z).tolist()
+
+
+def test_fedcof_is_its_paper_written_out():
+    z, y = data()
+    sites = parts(z, y, 7, "none")
+    head = made(fedcof(gamma=0.5), sites)
+    gram, moment = np.zeros((6, 6)), np.zeros((6, 4))
+    for c in range(4):
+        whole = z[y == c].numpy()
+        spread, clients = np.zeros((6, 6)), 0
+        for site in sites:
+            n = float(site.count[c])
+            if n:
+                gap = site.first[c].numpy() / n - whole.mean(0)
+                spread += n * np.outer(gap, gap)
+                clients += 1
+        gram += (len(whole) - 1) * (spread / (clients - 1) + 0.5 * np.eye(6))
+        moment[:, c] = whole.sum(0)
+    weight = np.linalg.solve(gram, moment).T
+    weight /= np.linalg.norm(weight, axis=1, keepdims=True)
+    assert head.weight.detach().numpy() == pytest.approx(weight, abs=1e-9)
+    assert not head.bias.any()
+
+
+def test_the_spread_of_client_means_estimates_the_covariance_without_bias():
+    draw = torch.Generator().manual_seed(0)
+    mix = torch.randn(3, 3, generator=draw, dtype=torch.float64)
+    n, clients = 20, 4000
+    z = torch.randn(n * clients, 3, generator=draw, dtype=torch.float64) @ mix
+    means = z.view(clients, n, 3).mean(1)
+    apart = (means - means.mean(0)) * n**0.5
+    assert (apart.T @ apart / (clients - 1)).numpy() == pytest.approx((mix.T @ mix).numpy(), abs=0.25)
+
+
+@pytest.mark.parametrize("make", [lda, gnb, ncm, fedcof])
+def test_however_the_data_are_cut_the_head_is_the_same(make):
+    z, y = data()
+    if make is fedcof:  # it lives on the cut; but not on the order of the sites
+        sites = parts(z, y, 6, "none")
+        one, other = made(make(), sites), made(make(), sites[::-1])
+    else:
+        form = make().form
+        one = made(make(), [FeatureStats.of(z, y, 4, form)])
+        other = made(make(), parts(z, y, 9, form))
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert mine.detach().numpy() == pytest.approx(theirs.detach().numpy(), rel=1e-8, abs=1e-8)
+
+
+@pytest.mark.parametrize("make", [lda, gnb, ncm, fedcof])
+def test_a_class_that_nobody_has_is_never_answered(make):
+    z, y = data()
+    z, y = z[y != 2], y[y != 2]
+    head = made(make(), parts(z, y, 6, make().form))
+    assert torch.isfinite(torch.cat([value.flatten() for value in head.parameters()])).all()
+    assert 2 not in head(z).argmax(1).tolist()
+    assert (head(z).argmax(1) == y).double().mean() > 0.5
+
+
+@pytest.mark.parametrize("make", [lda, gnb, ncm, fedcof])
+def test_heads_stand_behind_the_transform_of_their_statistics(make):
+    z, y = data()
+    sites = parts(z, y, 6, make().form, transform="unit")
+    head = made(make(transform="unit"), sites)
+    plain = made(make(), parts(z / z.norm(dim=1, keepdim=True), y, 6, make().form))
+    assert head(z).detach().numpy() == pytest.approx(plain(z / z.norm(dim=1, keepdim=True)).detach().numpy(), rel=1e-9)
+
+
+def test_what_can_not_be_meant_is_refused():
+    z, y = data()
+    sites = parts(z, y, form="none")
+    with pytest.raises(UsageError, match="each client's statistics, not their sum"):
+        fedcof()(added(sites), old(), torch.Generator())
+    with pytest.raises(UsageError, match="lda needs statistics of form pooled or class; these are of form 'none'"):
+        made(lda(), sites)
+    for make in (lda, gnb, ncm):
+        with pytest.raises(UsageError, match="no bias"):
+            made(make(), parts(z, y, form=make().form), old(bias=False))
+    assert linear(made(fedcof(), sites, old(bias=False))).bias is None
+    with pytest.raises(UsageError, match="ncm knows no mix of classes"):
+        made(ncm(), sites, prior=torch.ones(4))
+    for prior in (torch.ones(3), -torch.ones(4), torch.zeros(4), torch.full((4,), torch.nan)):
+        with pytest.raises(UsageError, match="prior must be 4 numbers"):
+            made(lda(), parts(z, y, form="pooled"), prior=prior)
+    wrong = [(lda, {"shrinkage": 1.5}), (gnb, {"smoothing": -1}), (fedcof, {"gamma": -1})]
+    for make, options in wrong:
+        with pytest.raises(UsageError):
+            make(**options)
+
+
+def test_total_helper_is_the_same_sum():
+    z, y = data()
+    owner = torch.zeros(len(y)).long()
+    assert total(z, y, owner, 4).gram.numpy() == pytest.approx(added(parts(z, y)).gram.numpy())

@@ -1,0 +1,56 @@
+"""The calibrators as a scikit-learn classifier."""
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MinMaxScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from unskew.estimator import CalibratedHead
+
+
+@parametrize_with_checks([CalibratedHead(), CalibratedHead("lda:shrinkage=0.01"), CalibratedHead(form="class"),
+                          CalibratedHead(front="unit")])  # fmt: skip
+def test_it_is_a_scikit_learn_classifier(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("calibrator", ["lda", "ffc:ridge=1", "gnb", "ncm", "auto"])
+def test_parts_in_any_order_give_the_same_head(calibrator):
+    x, y = load_digits(return_X_y=True)
+    x, names = x[:600], np.array(["zero", *"abcdefghi"])[y[:600]]
+    form = {"gnb": "diagonal", "ncm": "none"}.get(calibrator, "pooled")
+    whole = CalibratedHead(calibrator, form).fit(x, names)
+    parts = CalibratedHead(calibrator, form)
+    for rows in np.array_split(np.random.default_rng(0).permutation(600), 5):
+        parts.partial_fit(x[rows], names[rows], classes=np.unique(names))
+    assert parts.decision_function(x) == pytest.approx(whole.decision_function(x), rel=1e-6, abs=1e-6)
+    assert (whole.predict(x) == names).mean() > 0.85
+    sites = [CalibratedHead(calibrator, form).partial_fit(x[k::3], names[k::3], np.unique(names)) for k in range(3)]
+    total = sites[0].stats_ + sites[1].stats_ + sites[2].stats_
+    summed = clone(sites[0]).fit_statistics(total, np.unique(names))
+    assert (summed.predict(x) == whole.predict(x)).mean() > 0.995
+
+
+def test_it_works_in_pipelines_and_beats_a_line_with_random_features():
+    x, y = load_digits(return_X_y=True)
+    line = cross_val_score(LinearDiscriminantAnalysis(), x, y, cv=3).mean()
+    head = make_pipeline(MinMaxScaler(), CalibratedHead("ffc:choose=true", front="unit+fourier:1000:1:2"))
+    assert cross_val_score(head, x, y, cv=3).mean() > line
+
+
+def test_what_can_not_be_meant_is_refused():
+    x, y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
+    with pytest.raises(ValueError, match="has to name all classes"):
+        CalibratedHead().partial_fit(x, y)
+    with pytest.raises(ValueError, match="not among the classes"):
+        CalibratedHead().partial_fit(x, y, classes=[0, 2])
+    head = CalibratedHead().partial_fit(x, y, classes=[0, 1])
+    with pytest.raises(ValueError, match="the first call of partial_fit named"):
+        head.partial_fit(x, y, classes=[0, 1, 2])
+    with pytest.raises(ValueError, match="did you mean 'ffc'"):
+        CalibratedHead("fcc").fit(x, y)
