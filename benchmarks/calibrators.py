@@ -31,7 +31,8 @@ HEADS = {
     "pooled": [
         "ffc", "ffc:choose=true", "ffc:transform=unit", "ffc:choose=true:transform=unit",
         "ffc:transform=relu-tukey:0.5", "ffc:choose=true:transform=relu-tukey:0.5",
-        "ffc:choose=true:transform=unit+fourier:1000:0:2",
+        "ffc:choose=true:transform=unit+fourier:1000:0:1", "ffc:choose=true:transform=unit+fourier:1000:0:2",
+        "ffc:choose=true:transform=unit+fourier:1000:0:4",
         "lda:choose=false", "lda", "lda:choose=false:transform=relu-tukey:0.5", "lda:transform=relu-tukey:0.5",
     ],
     "class": ["ccvr", "ccvr:transform=relu-tukey:0.5"],

@@ -184,3 +184,14 @@ def test_total_helper_is_the_same_sum():
     z, y = data()
     owner = torch.zeros(len(y)).long()
     assert total(z, y, owner, 4).gram.numpy() == pytest.approx(added(parts(z, y)).gram.numpy())
+
+
+@pytest.mark.parametrize("make", [lambda: lda(choose=False), lda, lambda: gnb(0.01), ncm])
+def test_what_all_classes_share_costs_no_digits_in_float32(make):
+    """A feature that hardly varies but is far from zero: weights of 1e7 that all classes have alike."""
+    z, y = data()
+    z = torch.cat([z, 5 + 1e-5 * z[:, :1]], 1)
+    stats = FeatureStats.of(z, y, 4, make().form)
+    exact = make()(stats, nn.Linear(7, 4).double(), torch.Generator())
+    rounded = make()(stats, nn.Linear(7, 4), torch.Generator())
+    assert rounded(z.float()).argmax(1).tolist() == exact(z).argmax(1).tolist()

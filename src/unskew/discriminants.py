@@ -44,8 +44,9 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
             ridge = strength(stats, True)
             share = float(ridge / (ridge + n * level).clamp(min=1e-300))
         within.mul_(1 - share).diagonal().add_(share * level)
-        weight = solve(within, stats.mean.T, 0.0).T  # (C, d)
-        bias = _log_prior(task) - (weight * stats.mean).sum(1) / 2
+        centre = stats.first.sum(0) / n  # means are taken from here: what they share is large and decides nothing
+        weight = solve(within, (stats.mean - centre).T, 0.0).T  # (C, d)
+        bias = _log_prior(task) - (weight * (stats.mean + centre)).sum(1) / 2
         return _head(weight, bias, transform, task)
 
     return Calibrator("lda", ("pooled", "class"), Transform(transform).name, fit, Transform(transform).name)
@@ -111,10 +112,9 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
             covariance.diagonal().add_(gamma)
             gram += (stats.count[label] - 1) * covariance
         weight = nn.functional.normalize(solve(gram, stats.cross, 0.0).T)
-        known = torch.where(stats.count > 0, 0.0, -torch.inf)
-        if task.old.bias is None:
-            return behind(linear_of(weight.to(task.old.weight)), transform, task.width)
-        return _head(weight, known, transform, task)
+        new = weight.to(task.old.weight)
+        bias = None if task.old.bias is None else torch.where(stats.count > 0, 0.0, -1e4).to(new)
+        return behind(linear_of(new, bias), transform, task.width)
 
     name = Transform(transform).name
     return Calibrator("fedcof", ("none", *FORMS[:-1]), name, fit, name, apart=True, weighs=False)
@@ -125,9 +125,13 @@ def _log_prior(task: Task) -> Tensor:
 
 
 def _head(weight: Tensor, bias: Tensor, transform: str, task: Task) -> nn.Module:
-    """The head of these numbers, in the old one's type; of no use where that has no bias."""
+    """The head of these numbers, in the old one's type, less what all classes share, which decides nothing and would
+    cost digits; of no use where the old one has no bias.
+    """
     if task.old.bias is None:
         raise UsageError("the model's classifier has no bias, which this calibrator needs: choose ffc or ccvr")
+    known = task.stats.count > 0
+    weight, bias = (value - value[known].mean(0) for value in (weight, bias.double()))
     lowest = max(torch.finfo(task.old.weight.dtype).min / 4, -1e30)
-    return behind(linear_of(weight.to(task.old.weight), bias.double().clamp(min=lowest).to(task.old.weight)), transform,
+    return behind(linear_of(weight.to(task.old.weight), bias.clamp(min=lowest).to(task.old.weight)), transform,
                   task.width)  # fmt: skip

@@ -1,0 +1,117 @@
+"""The examples of the exchange run as they say, show a gain, and leave no process behind."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+from commands import ENVIRONMENT
+from unskew.statistics_file import total_of
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+NVFLARE = "nvflare==2.9.0"
+
+
+def output_of(command: list[str | Path], folder: Path, seconds: int) -> str:
+    """What a command prints; its temporary files lie in the folder. It may neither take longer nor leave a process."""
+    mark = f"UNSKEW_EXAMPLE={uuid.uuid4()}"
+    environment = {**ENVIRONMENT, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", **dict([mark.split("=")])}
+    log = folder / "log.txt"
+    try:
+        with log.open("w") as file:
+            done = subprocess.run(
+                command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=seconds
+            )
+        end = time.monotonic() + 15
+        while marked(mark) and time.monotonic() < end:
+            time.sleep(0.2)
+    finally:
+        left = marked(mark)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    printed = log.read_text()
+    assert done.returncode == 0, printed[-4000:]
+    assert left == []
+    return printed
+
+
+def marked(mark: str) -> list[int]:
+    """The processes with a mark in their environment. NVFlare's have sessions of their own, and can't be found by
+    their group.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def figures(printed: str) -> tuple[float, float, list[int]]:
+    """Accuracy before and after in %, and the bytes that each site sent."""
+    before, after = map(float, re.findall(r"accuracy ([\d.]+)% -> ([\d.]+)%", printed)[-1])
+    sent = re.findall(r"each site sent ([\d, ]+) bytes", printed)[-1]
+    return before, after, [int(size) for size in sent.split(", ")]
+
+
+def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_calibration_by_hand(tmp_path):
+    printed = output_of([sys.executable, "-W", "error", EXAMPLES / "calibrate_by_hand.py"], tmp_path, 300)
+    before, after, sent = figures(printed)
+    assert before > 60, "a trained network; 84.6 when it was written"
+    assert after > before + 5, "93.8 when it was written"
+    (folder,) = tmp_path.glob("unskew-*")
+    files = sorted(folder.glob("*.stats"))
+    assert [file.stat().st_size for file in files] == sent == 3 * [sent[0]]
+    assert total_of(files).count.sum() == 1297  # every training example once
+    assert set(torch.load(folder / "calibrated.pt")) == {
+        f"{n}.{part}" for n in (0, 2, 4) for part in ("weight", "bias")
+    }
+
+
+@pytest.fixture
+def python_with_nvflare() -> Path:
+    """The Python of an environment of NVFlare's own, which is made if it is not there: some minutes."""
+    home, constraints = ROOT / "build" / "nvflare", ROOT / "constraints.txt"
+    python, ready = home / "bin" / "python", home / "ready.json"
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = json.dumps([NVFLARE, sys.version, *needed, constraints.read_text()])
+    if not ready.exists() or ready.read_text() != wanted:
+        shutil.rmtree(home, ignore_errors=True)
+        install = [python, "-m", "pip", "install", "--quiet", "-c", constraints, "-e", ROOT, NVFLARE]
+        for command in ([sys.executable, "-m", "venv", home], install):
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800)
+            assert done.returncode == 0, done.stdout[-4000:]
+        ready.write_text(wanted)
+    return python
+
+
+@pytest.mark.slow
+def test_calibration_on_nvflare(tmp_path, python_with_nvflare):
+    before, after, sent = figures(output_of([python_with_nvflare, EXAMPLES / "nvflare" / "job.py"], tmp_path, 600))
+    assert before > 60, "76 at least over 20 first weights, which NVFlare draws without a seed"
+    assert after > before + 5, "a gain of 13 at least over the same"
+    (run,) = tmp_path.glob("unskew-*/server/simulate_job")
+    files = sorted(run.glob("*.stats"))
+    assert [file.name for file in files] == ["site-1.stats", "site-2.stats", "site-3.stats"]
+    assert [file.stat().st_size for file in files] == sent
+    assert total_of(files).count.sum() == 1297
+    trained = torch.load(run / "app_server" / "FL_global_model.pt")["model"]
+    assert changed(trained, torch.load(run / "calibrated.pt")) == {"head.weight", "head.bias"}
