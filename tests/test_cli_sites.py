@@ -175,9 +175,12 @@ def test_no_harm(work):
     assert accuracy("better.safetensors") > accuracy("global.safetensors")
 
     told = json.loads((work / answers[0]).read_text())
-    assert set(told) == {"heads", "total", "right"}
+    assert set(told) == {"id", "heads", "total", "right"}
     told["right"] = {name: [0 if name != "old" else n for n in told["total"]] for name in told["right"]}
     (work / "skewed.answer").write_text(json.dumps(told))
+    twin = unskew("evaluate", *MODEL, "--data", "site_0.npz", "--heads", "heads.safetensors", "--out", "twin.answer")
+    assert twin.code == 0
+    assert (work / "twin.answer").read_text() != (work / answers[0]).read_text()  # two sites may count the same
     answer = unskew("calibrate", *MODEL, *validated[:-3], "skewed.answer", "--out", "same.safetensors")
     assert "The old head stays" in answer.out
     old, same = load_file("global.safetensors"), load_file("same.safetensors")
@@ -463,6 +466,130 @@ def batches(part="train", batch=32):
     assert scored("t.safetensors") > max(0.8, scored("text.pt") + 0.2)
     answer = unskew("calibrate", *model, "--stats", "t.stats", "--out", "u.safetensors", "--export", "t.pt2")
     assert "--export needs a model whose input is one tensor" in answer.err
+
+
+def test_only_what_is_in_a_sum_can_be_taken_out(work):
+    files = collected()
+    answer = unskew("calibrate", *MODEL, "--stats", files[0], files[2], "--without", files[1], "--out", "y.safetensors")
+    assert "site_1.stats: no part of the sum" in answer.err
+    assert unskew("calibrate", *MODEL, "--stats", *files[:2], "--sum", "two.stats", "--out", "x.safetensors").code == 0
+    answer = unskew("calibrate", *MODEL, "--stats", "two.stats", files[1], "--out", "y.safetensors")
+    assert "site_1.stats: the same statistics as two.stats, or a part of it" in answer.err
+    for stats in (["two.stats", files[2]], ["two.stats", files[2], "--without", files[0]], files[:1]):
+        answer = unskew("calibrate", *MODEL, "--stats", *stats, "--out", "y.safetensors", "--calibrator", "fedcof")
+        assert answer.code == 2
+        assert "fedcof needs each" in answer.err
+
+
+def test_heads_are_scored_on_what_they_have_not_seen(work):
+    """Labels that mean nothing: a head that fits them by heart must not win on what was held out."""
+    draw = np.random.default_rng(0)
+    (work / "wide.py").write_text(
+        "import torch\ndef build():\n    torch.manual_seed(0)\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(12, 400), torch.nn.ReLU(), torch.nn.Linear(400, 2))\n"
+    )
+    np.savez("noise.npz", x=draw.normal(size=(300, 12)).astype(np.float32), y=draw.integers(0, 2, 300))
+    model = ("--model", "wide.py:build")
+    assert unskew("stats", *model, "--data", "noise.npz", "--hold-out", "0.4", "--out", "n.stats").code == 0
+    options = ("--propose", "h.safetensors", "--calibrator", "ffc")
+    assert unskew("calibrate", *model, "--stats", "n.stats", *options).code == 0
+    held = ("--data", "noise.npz", "--hold-out", "0.4", "--heads", "h.safetensors", "--json")
+    found = json.loads(unskew("evaluate", *model, *held).out)
+    assert found["ffc"]["accuracy"] < 0.65
+    assert found["ffc"]["examples"] == head_of(work / "n.stats").held_out
+
+
+def test_tables_with_columns_in_another_order_are_refused(work):
+    draw = np.random.default_rng(0)
+    names = [f"f{number}" for number in range(12)]
+    for name, order in (("a", names), ("b", names[::-1])):
+        rows = [",".join([*(f"{v:.3f}" for v in draw.normal(size=12)), str(k % 4)]) for k in range(40)]
+        (work / f"{name}.csv").write_text("\n".join([",".join([*order, "label"]), *rows]))
+        assert unskew("stats", *MODEL, "--data", f"{name}.csv", "--out", f"{name}.stats").code == 0
+    answer = unskew("calibrate", *MODEL, "--stats", "a.stats", "b.stats", "--out", "y.safetensors")
+    assert "different preparation" in answer.err
+    assert "preparation" in unskew("inspect", "a.stats", "b.stats").out
+
+
+def test_a_calibrated_model_can_be_calibrated_again_whatever_stands_before_its_head(work):
+    diagonal = collected("--form", "diagonal", names="d_{}.stats")
+    assert unskew("calibrate", *MODEL, "--stats", *diagonal, "--out", "g.safetensors", "--calibrator", "gnb").code == 0
+    again = ("--model", "net.py:build", "--weights", "g.safetensors")
+    for number in range(3):
+        answer = unskew(
+            "stats", *again, "--data", f"site_{number}.npz", "--out", f"again_{number}.stats", "--form", "class"
+        )
+        assert answer.code == 0, answer.err
+    files = [f"again_{number}.stats" for number in range(3)]
+    assert unskew("calibrate", *again, "--stats", *files, "--propose", "h.safetensors").code == 0
+    answer = unskew("evaluate", *again, "--data", "site_0.npz", "--heads", "h.safetensors", "--json")
+    assert answer.code == 0, answer.err
+    plain = json.loads(unskew("evaluate", *again, "--data", "site_0.npz", "--json").out)["model"]
+    assert json.loads(answer.out)["old"] == plain
+    assert unskew("calibrate", *again, "--stats", *files, "--out", "f.safetensors", "--calibrator", "ffc").code == 0
+    assert accuracy("f.safetensors") > 0.7
+
+
+def test_a_calibrated_model_knows_the_names_of_its_classes(work):
+    (work / "names.txt").write_text("ant\nbee\ncat\ndog\n")
+    assert unskew("stats", *MODEL, "--data", "site_1.npz", "--labels", "names.txt", "--out", "n.stats").code == 0
+    assert unskew("calibrate", *MODEL, "--stats", "n.stats", "--out", "n.safetensors").code == 0
+    with np.load("test.npz") as test:  # the same classes, numbered in another order
+        order = np.array([3, 2, 1, 0])
+        np.savez("named.npz", x=test["x"], y=order[test["y"]], labels=np.array(["dog", "cat", "bee", "ant"]))
+    model = ("--model", "net.py:build", "--weights", "n.safetensors")
+    plain = json.loads(unskew("evaluate", *model, "--data", "test.npz", "--json").out)
+    named = json.loads(unskew("evaluate", *model, "--data", "named.npz", "--json").out)
+    assert named == plain
+
+
+def test_a_factory_with_files_beside_it_and_classes_to_be_given(work):
+    (work / "models").mkdir()
+    (work / "models" / "layers.py").write_text(
+        "from torch import nn\nbody = lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU())\n"
+    )
+    (work / "models" / "mine.py").write_text(
+        "from layers import body\nfrom torch import nn\n"
+        "def build(classes):\n    return nn.Sequential(*body(), nn.Linear(16, classes))\n"
+    )
+    model = ("--model", "models/mine.py:build", "--weights", "global.safetensors", "--classes", "4")
+    assert unskew("stats", *model, "--data", "site_0.npz", "--out", "s.stats").code == 0
+    answer = unskew("calibrate", *model, "--stats", "s.stats", "--out", "s.safetensors")
+    assert answer.code == 0, answer.err
+
+
+def test_odd_requests_get_a_message(work):
+    files = collected()
+
+    def told(*options):
+        answer = unskew("calibrate", *MODEL, "--stats", *files[:1], "--out", "y.safetensors", *options)
+        assert answer.code in (1, 2), answer
+        assert not (work / "y.safetensors").exists()
+        return answer.err
+
+    assert "device is 'gpu'" in told("--device", "gpu")
+    assert "device is 'cuda'" in told("--device", "cuda") or torch.cuda.is_available()
+    (work / "absent.txt").write_text("0 0 1 1")
+    for calibrator in ("ffc", "lda"):
+        assert "prior gives nothing to the classes that have examples" in told(
+            "--prior", "absent.txt", "--calibrator", calibrator
+        )
+    assert "is to be read and to be written" in told("--sum", files[0], "--force")
+    for transform in ("fourier:nan:7", "fourier:inf:7", "fourier:10:-1"):
+        answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "y.stats", "--transform", transform)
+        assert "transform" in answer.err
+        assert "Traceback" not in answer.err
+    assert unskew("stats", *MODEL, "--classes", "3", "--data", "site_0.npz", "--out", "three.stats").code == 0
+    answer = unskew("calibrate", *MODEL, "--stats", "three.stats", "--out", "y.safetensors")
+    assert "give --classes 3 for a new head" in answer.err
+    tree = load_file("global.safetensors")
+    save_file(tree, "odd.safetensors", {"calibrated": '{"layer": "nine", "transform": "identity", "labels": null}'})
+    answer = unskew("evaluate", "--model", "net.py:build", "--weights", "odd.safetensors", "--data", "test.npz")
+    assert "odd.safetensors" in answer.err
+    assert (
+        "without --weights"
+        in unskew("stats", "--model", "net.py:build", "--data", "site_0.npz", "--out", "z.stats").err
+    )
 
 
 def test_ctrl_c_leaves_nothing_behind(work):

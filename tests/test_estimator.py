@@ -54,3 +54,19 @@ def test_what_can_not_be_meant_is_refused():
         head.partial_fit(x, y, classes=[0, 1, 2])
     with pytest.raises(ValueError, match="did you mean 'ffc'"):
         CalibratedHead("fcc").fit(x, y)
+
+
+def test_statistics_name_their_classes_in_their_own_order():
+    x, y = load_digits(return_X_y=True)
+    x, y = x[y < 3], y[y < 3]
+    stats = CalibratedHead("lda").fit(x, y).stats_
+    head = CalibratedHead("lda").fit_statistics(stats, classes=["zebra", "ant", "mule"])
+    assert (head.predict(x) == np.array(["zebra", "ant", "mule"])[y]).mean() > 0.95
+    for classes in (["zebra", "ant"], ["zebra", "ant", "ant"]):
+        with pytest.raises(ValueError, match="name each of the 3 classes once"):
+            head.fit_statistics(stats, classes=classes)
+    wide = CalibratedHead("ffc:ridge=1", front="unit+fourier:50:1").fit(x, y)
+    with pytest.raises(ValueError, match="give it by features="):
+        CalibratedHead("ffc:ridge=1").fit_statistics(wide.stats_)
+    again = CalibratedHead("ffc:ridge=1").fit_statistics(wide.stats_, features=64)
+    assert (again.predict(x) == wide.predict(x)).all()

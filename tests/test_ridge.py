@@ -84,6 +84,27 @@ def test_cross_validation_lands_near_leave_one_out():
     assert abs(np.log10(chosen / found)) <= 1.0
 
 
+@pytest.mark.parametrize(("n", "d"), [(30, 60), (58, 60), (60, 60), (61, 60), (40, 200)])
+@pytest.mark.parametrize("seed", range(3))
+def test_with_few_examples_the_strength_generalises_as_leave_one_out_does(n, d, seed):
+    """As many features as examples and more: every ridge near zero fits all labels, and most of those are bad."""
+    draw = torch.Generator().manual_seed(seed)
+    centres = 0.8 * torch.randn(4, d, generator=draw, dtype=torch.float64)
+
+    def points(count):
+        y = torch.randint(4, (count,), generator=draw)
+        return centres[y] + torch.randn(count, d, generator=draw, dtype=torch.float64), y
+
+    (z, y), (z_test, y_test) = points(n), points(2000)
+    stats = FeatureStats.of(z, y, 4, "pooled")
+    centred = z - z.mean(0)
+    alphas = (GRID * torch.linalg.eigvalsh(centred.T @ centred).clamp(min=0).mean()).numpy()
+    theirs = RidgeCV(alphas).fit(z.numpy(), onehot(y, 4).numpy())
+    ours = Ridge(strength(stats, True)).fit(z.numpy(), onehot(y, 4).numpy())
+    right = [(model.predict(z_test.numpy()).argmax(1) == y_test.numpy()).mean() for model in (ours, theirs)]
+    assert right[0] > right[1] - 0.02
+
+
 def test_the_held_out_part_is_of_the_sum_whatever_the_sites():
     z, y = features(100, 5, 3)
     sites = [with_held_out(z[i::4], y[i::4], 3, 0.25, "class") for i in range(4)]

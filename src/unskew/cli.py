@@ -1,4 +1,4 @@
-"""The command line: `unskew run`, `demo`, `table`, `list`, `partition`; those for real sites are in `cli_sites`.
+"""The command line: `unskew run`, `demo`, `table`, `list`, `partition`; `cli_sites` and `cli_server` have the others.
 
 Options of `run` are made from the fields of `Experiment`, so that they, TOML files and records on disk can't differ.
 Exit codes: 0 done, 1 failed (or stopped by Ctrl-C, with the way to go on), 2 wrong use. Torch is imported by the
@@ -35,7 +35,9 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from unskew import __version__, cli_sites
+from unskew import __version__
+from unskew.cli_server import calibrate
+from unskew.cli_sites import evaluate, inspect_files, stats
 from unskew.console import report, show, speed, summary, table_of
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
@@ -56,7 +58,7 @@ def app() -> None:
     """Federated classifiers that stay accurate when clients' data differ."""
 
 
-for command in (cli_sites.stats, cli_sites.calibrate, cli_sites.evaluate, cli_sites.inspect_files):
+for command in (stats, calibrate, evaluate, inspect_files):
     app.add_command(command)
 
 

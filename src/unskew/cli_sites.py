@@ -1,8 +1,8 @@
-"""The command line for real sites: `unskew stats`, `calibrate`, `evaluate`, `inspect`.
+"""The command line for real sites: `unskew stats`, `evaluate`, `inspect`.
 
 Each site runs `stats` on the common model and its own data, and sends the file that it writes. Whoever has the files
-runs `calibrate`. To be sure that nothing gets worse, `calibrate --propose` writes candidate heads, each site answers
-with `evaluate --heads`, and `calibrate --heads --validate` keeps the best, or the old one.
+runs `calibrate` (`cli_server`). To be sure that nothing gets worse, `calibrate --propose` writes candidate heads, and
+each site answers with `evaluate --heads`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from unskew.errors import DataError, UsageError
 from unskew.results import write_text
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from unskew.models import Split
     from unskew.sites import SiteData
-    from unskew.statistics import FeatureStats, Origin
-    from unskew.statistics_file import Head
+    from unskew.statistics import Origin
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -35,32 +34,7 @@ FORMS = ("class", "pooled", "diagonal", "none")
 PRECISIONS = ("float64", "float32", "bfloat16", "int16")
 
 
-class Lists(click.Command):
-    """A command whose options take several values at once, as a shell makes them of `--stats site_*.stats`."""
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Repeat the option before each of its values."""
-        several = {name for param in self.params if isinstance(param, click.Option) and param.multiple
-                   for name in param.opts}  # fmt: skip
-        spread: list[str] = []
-        option = None
-        for word in args:
-            if word in several:
-                option, fresh = word, True
-                continue
-            if word.startswith("-"):
-                option = None
-            if option is not None:
-                spread += [option, word]
-                fresh = False
-            else:
-                spread.append(word)
-        if option is not None and fresh:
-            spread.append(option)  # without a value: click says so
-        return super().parse_args(context, spread)
-
-
-def _options(*groups: str) -> Callable[[Command], Command]:
+def options(*groups: str) -> Callable[[Command], Command]:
     """Give a command the options of these groups."""
     known = {
         "model": [
@@ -98,7 +72,7 @@ def _options(*groups: str) -> Callable[[Command], Command]:
 
 
 @click.command()
-@_options("model", "data")
+@options("model", "data")
 @click.option("--out", type=PATH, required=True, help="the file to write: all that leaves the site")
 @click.option("--form", type=click.Choice(FORMS), show_default="pooled, or what --budget allows",
               help="of the second moments")  # fmt: skip
@@ -108,13 +82,13 @@ def _options(*groups: str) -> Callable[[Command], Command]:
 @click.option("--transform", default="identity", show_default=True, help="of features, such as unit+fourier:1000:7")
 @click.option("--hold-out", type=float, default=0.0, show_default=True,
               help="share of the examples whose moments are sent apart too, to choose a ridge by")  # fmt: skip
-@_options("out")
+@options("out")
 def stats(
     out: Path, form: str | None, precision: str | None, budget: str | None, transform: str, hold_out: float,
     force: bool, **given: Any,
 ) -> None:  # fmt: skip
     """On a site: write the moments of its features to a small file."""
-    _check_free(out, force)
+    check_free(out, force)
     from unskew.statistics import collect
     from unskew.statistics_file import save, size_of
     from unskew.transforms import Transform
@@ -169,170 +143,16 @@ def _bytes(text: str) -> int:
         raise UsageError(f"budget is {text!r}: give a size such as 500kB or 10MB") from None
 
 
-# ---------------------------------------------------------------------------------------------- calibrate
-
-
-@click.command(cls=Lists)
-@_options("model")
-@click.option("--stats", "files", type=PATH, multiple=True, required=True, help="the sites' files")
-@click.option("--without", type=PATH, multiple=True, help="files to leave out, or to take out of a sum")
-@click.option(
-    "--calibrator", default="auto", show_default=True, help="as in ccvr:samples=500; `unskew list calibrators`"
-)
-@click.option("--prior", help="mix of classes expected in use: uniform, train, or a file with a number for each class",
-              show_default="as the calibrator has it")  # fmt: skip
-@click.option("--out", type=PATH, help="the weights to write, safetensors")
-@click.option("--export", type=PATH, help="also write a torch.export program that needs nothing else")
-@click.option("--sum", "keep", type=PATH, help="also write the sum of the files, itself a statistics file")
-@click.option("--propose", type=PATH, help="write candidate heads for the sites to validate, instead of --out")
-@click.option("--heads", type=PATH, help="the candidate heads that the sites have validated")
-@click.option("--validate", type=PATH, multiple=True, help="the sites' answers to --heads: the best head is taken")
-@click.option("--seed", default=0, show_default=True, help="of virtual features")
-@_options("out")
-def calibrate(
-    files: tuple[Path, ...], without: tuple[Path, ...], calibrator: str, prior: str | None, out: Path | None,
-    export: Path | None, keep: Path | None, propose: Path | None, heads: Path | None, validate: tuple[Path, ...],
-    seed: int, force: bool, **given: Any,
-) -> None:  # fmt: skip
-    """On the server: make a better classifier from the sites' files."""
-    if (out is None) == (propose is None):
-        raise UsageError("give --out for the calibrated weights, or --propose for candidate heads")
-    if bool(heads) != bool(validate):
-        raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
-    for path in (out, export, keep, propose):
-        if path is not None:
-            _check_free(path, force)
-    import torch
-
-    from unskew.heads import with_classifier
-    from unskew.heads_file import example_of, opened, write_heads, write_model, write_program
-    from unskew.models import linear
-    from unskew.selection import calibrator_of, candidates, separation
-    from unskew.statistics import REDUCES, weights_digest
-    from unskew.statistics_file import head_of, load, save, total_of
-
-    known = {path: head_of(path) for path in (*files, *without)}
-    for path, head in known.items():
-        if not head.examples:
-            raise DataError(f"{path}: the site has no examples: leave its file out")
-    kept, removed = _kept(files, without, known)
-    first = known[kept[0]]
-    example = example_of(first.origin)
-    layer = given["layer"] or (first.origin.layer if example is None else None)
-    module, model = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
-                           trust=given["trust"], example=example)  # fmt: skip
-    model = model.to(given["device"])
-    if first.origin.weights not in (None, weights_digest(model)):
-        raise UsageError(
-            f"{kept[0]}: collected with other weights than {given['weights'] or given['model']}: collect again"
-        )
-    bias = linear(model.classifier).bias is not None
-    common = [form for form in FORMS if all(form in REDUCES[head.form] for head in known.values())]
-    asked = calibrator_of(calibrator, common[0], first.transform, bias)
-    form = common[0] if propose else next((form for form in asked.forms if form in common), common[0])
-    with bar("adding", len(kept) + len(removed)) as progress:
-        summed = total_of(kept, form, removed, progress)
-    if keep:
-        save(summed, keep)
-    mix = _prior(prior, summed)
-    absent = (summed.count == 0).nonzero().flatten().tolist()
-    if absent:
-        _note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
-    sites = [load(path, "none").to(given["device"]) for path in kept] if asked.apart or propose else []
-    summed = summed.to(given["device"])
-
-    def made(spec: str) -> nn.Module:
-        maker = calibrator_of(spec, summed.form, summed.transform, bias)
-        generator = torch.Generator().manual_seed(seed)
-        weighed = mix if maker.weighs or not propose else None
-        return maker(summed, model.classifier, generator, weighed, sites)
-
-    if propose:
-        names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
-        write_heads(propose, model, {name: made(name) for name in names})
-        show(f"{propose}: the old head and {', '.join(names)}. Each site answers with: unskew evaluate ... "
-             f"--heads {propose} --out SITE.answer")  # fmt: skip
-        return
-    assert out is not None
-    name, new = _validated(heads, validate, model, mix) if heads else (asked.name, made(calibrator))
-    better = with_classifier(model, new).to("cpu")
-    told = write_model(out, better, module, name, summed)
-    show(f"{out}: the weights with the head of {name}, from {len(kept)} file{'s' if len(kept) > 1 else ''} and "
-         f"{int(summed.count.sum()):,} examples; {told}")  # fmt: skip
-    if export:
-        write_program(export, better, summed.origin)
-        show(f"{export}: a torch.export program")
-    if not heads:
-        apart = separation(summed)
-        show("Unverified: no site has checked that this head is better than the old one; --propose and --validate do.")
-        if apart is not None:
-            show(f"Forecast: its class Gaussians lie {apart:.2f} deviations apart (mean sliced Wasserstein distance, "
-                 "CCVR 5.4); the farther, the more there is to gain.")  # fmt: skip
-
-
-def _kept(
-    files: tuple[Path, ...], without: tuple[Path, ...], known: Mapping[Path, Head]
-) -> tuple[list[Path], list[Path]]:
-    """The files to add, and those to take out of what is added."""
-    dropped = {known[path].digest for path in without}
-    kept = [path for path in files if known[path].digest not in dropped]
-    there = {known[path].digest for path in files}
-    if not kept:
-        raise UsageError("--without leaves no file to calibrate from: name fewer")
-    return kept, [path for path in without if known[path].digest not in there]
-
-
-def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
-    """The mix of classes that --prior asks for."""
-    import torch
-
-    if text is None:
-        return None
-    if text == "uniform":
-        return torch.ones_like(stats.count)
-    if text == "train":
-        return stats.count
-    path = Path(text)
-    if not path.is_file():
-        raise UsageError(f"prior is {text!r}: allowed are uniform, train, or a file with {stats.classes} numbers")
-    words = re.split(r"[\s,;]+", path.read_text(encoding="utf-8").strip())
-    try:
-        values = torch.tensor([float(word) for word in words], dtype=torch.float64)
-    except ValueError as error:
-        raise DataError(f"{path}: {error}; it must hold {stats.classes} numbers, one for each class") from None
-    if len(values) != stats.classes or not ((values >= 0).all() and 0 < values.sum() < float("inf")):
-        raise DataError(
-            f"{path}: it holds {len(values)} numbers; it must hold {stats.classes}, of 0 or more, not all 0"
-        )
-    return values.to(stats.count)
-
-
-def _validated(heads: Path, answers: tuple[Path, ...], model: Split, prior: Tensor | None) -> tuple[str, nn.Module]:
-    """The head that the sites found best, which can be the old one."""
-    from unskew.heads_file import read_answers, read_heads
-    from unskew.selection import chosen
-
-    modules, digest = read_heads(heads, model)
-    right, total = read_answers(answers, digest, modules)
-    best, accuracies = chosen(right, total, None if prior is None else prior.to(total))
-    table = table_of("head", f"accuracy (%) on {int(total.sum()):,} examples of {len(answers)} sites")
-    for name, accuracy in accuracies.items():
-        table.add_row(name, f"{100 * accuracy:.2f}" + (" *" if name == best else ""))
-    show(table)
-    show("The old head stays: no other is better." if best == "old" else f"{best} is better than the old head.")
-    return best, modules[best]
-
-
 # ---------------------------------------------------------------------------------------------- evaluate
 
 
 @click.command()
-@_options("model", "data")
+@options("model", "data")
 @click.option("--heads", type=PATH, help="candidate heads of `unskew calibrate --propose`: score them all")
 @click.option("--hold-out", type=float, help="score only what `unskew stats --hold-out` held out")
 @click.option("--out", type=PATH, help="write the counts of --heads to a file, for the server")
 @click.option("--json", "as_json", is_flag=True, help="print the scores as JSON, nothing else")
-@_options("out")
+@options("out")
 def evaluate(
     heads: Path | None, hold_out: float | None, out: Path | None, as_json: bool, force: bool, **given: Any
 ) -> None:
@@ -340,7 +160,7 @@ def evaluate(
     if out and not heads:
         raise UsageError("--out is for the answer to --heads: leave it out, or give --heads")
     if out:
-        _check_free(out, force)
+        check_free(out, force)
     import torch
 
     from unskew.evaluate import Scores, check_width
@@ -349,6 +169,8 @@ def evaluate(
     from unskew.statistics import holding_out
 
     data, model = _site(given, "train" if hold_out else "test")
+    if heads:
+        note(f"the answer tells how many examples of each class each head of {heads} gets right, and nothing else")
     modules, digest = read_heads(heads, model) if heads else ({"model": model.classifier}, "")
     classes = linear(next(iter(modules.values()))).out_features
     found = {name: torch.zeros(classes * classes, dtype=torch.int64) for name in modules}
@@ -419,9 +241,26 @@ def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
 # ---------------------------------------------------------------------------------------------- small parts
 
 
-def _check_free(path: Path, force: bool) -> None:
+def check_free(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
+    """Refuse to write over a file, unless that is asked for, and over what is to be read in any case."""
     if path.exists() and not force:
-        raise UsageError(f"{path} is there already: choose another --out, or --force to replace it")
+        raise UsageError(f"{path} is there already: choose another name, or --force to replace it")
+    if path.resolve() in [other.resolve() for other in inputs]:
+        raise UsageError(f"{path} is to be read and to be written: choose another name")
+
+
+def checked_device(name: str) -> str:
+    """The name of a device that is there."""
+    import torch
+
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise UsageError(f"device is {name!r}: allowed are cpu, cuda, cuda:1, mps") from None
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(kind, False):
+        raise UsageError(f"device is {name!r}, which is not there: leave it out for the CPU")
+    return name
 
 
 @contextlib.contextmanager
@@ -433,13 +272,9 @@ def _naming(data: str) -> Iterator[None]:
         raise DataError(str(error) if data in str(error) else f"{data}: {error}") from None
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Tell something beside the results."""
     print(f"note: {text}", file=sys.stderr)
-
-
-def _named(labels: Iterable[int], origin: Origin) -> str:
-    names = [str(label) if origin.labels is None else origin.labels[label] for label in labels]
-    return f"class{'es' if len(names) > 1 else ''} {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
 
 
 def _numbers(name: str, text: str | None) -> list[float] | None:
@@ -451,10 +286,14 @@ def _numbers(name: str, text: str | None) -> list[float] | None:
 
 def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split]:
     """The data of a site and the model, cut with the first of them."""
-    from unskew.heads_file import opened
+    from unskew.heads_file import labels_in, opened
     from unskew.sites import read_labels, site_data
 
-    labels = read_labels(given["labels"]) if given["labels"] else None
+    device = checked_device(given["device"])
+    if given["weights"] is None:
+        note("without --weights, the model's initial weights make the features")
+    carried = labels_in(given["weights"]) if given["weights"] else None
+    labels = read_labels(given["labels"]) if given["labels"] else carried
     data = site_data(given["data"], part=part, labels=labels, classes=given["classes"], image_size=given["image_size"],
                      mean=_numbers("mean", given["mean"]), std=_numbers("std", given["std"]),
                      label_column=given["label_column"], batch=given["batch"])  # fmt: skip
@@ -468,14 +307,16 @@ def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split]:
             f"{given['data']} has {data.classes} classes, but the model has {model.classes}: name the model's classes "
             f"by --labels names.txt, or make a new head by --classes {data.classes}"
         )
-    return data, model.to(given["device"])
+    return data, model.to(device)
 
 
 def _each(function: Callable[[Any], Any], x: Any) -> Any:
     """A function of every tensor among the inputs of a model."""
     if isinstance(x, Mapping):
         return {name: _each(function, value) for name, value in x.items()}
-    return tuple(_each(function, value) for value in x) if isinstance(x, tuple | list) else function(x)
+    if isinstance(x, tuple | list):
+        return tuple(_each(function, value) for value in x)
+    return function(x) if hasattr(x, "ndim") and x.ndim else x
 
 
 def _on(batches: Iterable[tuple[Any, Tensor]], device: str) -> Iterator[tuple[Any, Tensor]]:

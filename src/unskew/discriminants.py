@@ -66,7 +66,8 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
     def fit(task: Task) -> nn.Module:
         stats = task.stats.reduced("diagonal")
         n, mean = stats.count.clamp(min=1)[:, None], stats.mean
-        overall = stats.second.sum(0) / n.sum() - (stats.first.sum(0) / n.sum()) ** 2
+        total = stats.count.sum()
+        overall = stats.second.sum(0) / total - (stats.first.sum(0) / total) ** 2
         variance = (stats.second / n - mean**2).clamp(min=0) + max(smoothing * float(overall.max()), 1e-300)
         bias = _log_prior(task) - 0.5 * (mean**2 / variance + variance.log()).sum(1)
         return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, task)

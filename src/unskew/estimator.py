@@ -65,11 +65,20 @@ class CalibratedHead(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             self.classes_ = named
         return self._include(X, y, None if first else self.stats_)
 
-    def fit_statistics(self, stats: FeatureStats, classes: Any = None) -> Self:
-        """Make the head from statistics, such as the sum of several sites' `stats_`."""
-        self.classes_ = np.arange(stats.classes) if classes is None else unique_labels(classes)
-        self.stats_ = stats
-        self.n_features_in_ = getattr(self, "n_features_in_", stats.dimension)
+    def fit_statistics(self, stats: FeatureStats, classes: Any = None, features: int | None = None) -> Self:
+        """Make the head from statistics, such as the sum of several sites' `stats_`.
+
+        `classes` are named in the order of their numbers in the statistics. `features` is how many there are before
+        the transform, where that changes their number.
+        """
+        named = np.arange(stats.classes) if classes is None else np.asarray(classes)
+        if named.shape != (stats.classes,) or len(np.unique(named)) < len(named):
+            raise ValueError(f"classes are {named}: name each of the {stats.classes} classes once, in their order")
+        self.classes_, self.stats_ = named, stats
+        known = features or getattr(self, "n_features_in_", None)
+        if known is None and Transform(stats.transform).width(stats.dimension + 1) != stats.dimension + 1:
+            raise ValueError(f"the transform {stats.transform} changes the number of features: give it by features=")
+        self.n_features_in_: int = known or stats.dimension
         maker = calibrator_of(self.calibrator, stats.form, stats.transform)
         old = torch.zeros(stats.classes, self.n_features_in_, dtype=torch.float64)
         draw = torch.Generator().manual_seed(self.random_state)

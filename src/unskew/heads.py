@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import UsageError, expect
-from unskew.models import Split, evaluating, linear, linear_of
+from unskew.models import Split, evaluating, linear, linear_of, width_of
 from unskew.optim import SGD
+from unskew.packing import pack
 from unskew.ridge import equations, solve, strength
-from unskew.statistics import FeatureStats, added, pack, weights_digest
+from unskew.statistics import FeatureStats, added, weights_digest
 from unskew.transforms import Transform
 from unskew.variants import NormalisedLinear
 
@@ -70,11 +71,11 @@ class Calibrator:
         sites: Sequence[FeatureStats] = (),
     ) -> nn.Module:
         """The new classifier; the old one stays as it is."""
-        old = plain(classifier)
-        width = Transform(self.transform).width(old.in_features)
+        old, features = plain(classifier), width_of(classifier)
+        width = Transform(self.transform).width(features)
         if (old.out_features, width) != (stats.classes, stats.dimension) and stats.transform == self.transform:
             raise UsageError(
-                f"the classifier maps {old.in_features} features to {old.out_features} classes, the statistics hold "
+                f"the classifier maps {features} features to {old.out_features} classes, the statistics hold "
                 f"{stats.dimension} features and {stats.classes} classes: they belong to another model"
             )
         if stats.transform != self.transform:
@@ -90,20 +91,28 @@ class Calibrator:
             )
         if not stats.count.sum() > 0:
             raise UsageError("the statistics hold no examples: add those of at least one client")
-        if self.apart and not sites:
-            raise UsageError(f"{self.name} needs each client's statistics, not their sum: give the list of them")
+        if self.apart and len(sites) < 2:
+            raise UsageError(
+                f"{self.name} needs each client's statistics, not their sum, and two clients at least: give them as "
+                "a list"
+            )
         if prior is not None:
             if not self.weighs:
                 raise UsageError(f"{self.name} knows no mix of classes: leave the prior out, or choose lda")
             if prior.shape != stats.count.shape or not ((prior >= 0).all() and 0 < prior.sum() < float("inf")):
                 raise UsageError(f"prior must be {stats.classes} numbers of 0 or more, not all 0; it is {prior}")
             prior = prior.to(stats.count) * (stats.count > 0)
+            if not prior.sum() > 0:
+                raise UsageError("prior gives nothing to the classes that have examples: give them a share")
             prior = prior / prior.sum()
-        if width != old.in_features:  # under a transform that changes their number, nothing of the old one can stay
+        before = [part.name for part in classifier.modules() if isinstance(part, Transform)]
+        if width != old.in_features or ("+".join(before) or "identity") not in ("identity", self.front):
+            # the old one works on other features than the new one will: nothing of it can stay
             old = linear_of(old.weight.new_zeros(old.out_features, width), None if old.bias is None else old.bias * 0)
-        made = self.fit(Task(stats, old, generator, prior, plain(classifier).in_features, sites))
+        made = self.fit(Task(stats, old, generator, prior, features, sites))
         if not all(torch.isfinite(value).all() for value in made.parameters()):
-            raise UsageError(f"{self.name} left the numbers: lower its learning rate, or give it a ridge")
+            remedy = "lower its learning rate" if self.name == "ccvr" else "give it a ridge, or a model in float32"
+            raise UsageError(f"{self.name} left the numbers that {old.weight.dtype} can hold: {remedy}")
         return made
 
 
@@ -134,7 +143,9 @@ def calibrate(
     if total.origin.weights not in (None, weights_digest(model)):
         raise UsageError("the statistics were collected with other weights than this model's: collect them again")
     generator = generator if generator is not None else torch.Generator().manual_seed(0)
-    return with_classifier(model, calibrator(total, model.classifier, generator, prior, sites))
+    device = linear(model.classifier).weight.device
+    apart = [site.to(device) for site in sites] if calibrator.apart else ()
+    return with_classifier(model, calibrator(total.to(device), model.classifier, generator, prior, apart))
 
 
 # ---------------------------------------------------------------------------------------------- CCVR
@@ -171,10 +182,27 @@ def ccvr(
         share = present if prior is None else prior * stats.classes
         numbers = torch.maximum((samples * share).round(), present.double())  # a rare class has one at least
         z, y = virtual_features(stats, numbers.long().tolist(), generator, old.weight.dtype)
-        head = retrain(old, virtual(z), y, epochs, batch, SGD(lr, momentum, weight_decay), generator)
+        z = virtual(z)
+        head = retrain(old, z, y, epochs, batch, SGD(lr, momentum, weight_decay), generator)
+        before, after = (_right(layer, z, y) for layer in (old, head))
+        if after < before:
+            log.warning(
+                "re-training made the head worse on virtual features, %.0f %% right instead of %.0f %%: lower lr (it "
+                "suits features of a size about 1), or choose ffc", 100 * after, 100 * before,
+            )  # fmt: skip
         return behind(head, transform, task.width)
 
     return Calibrator("ccvr", ("class", "diagonal"), Transform(before).name, fit, Transform(transform).name)
+
+
+def _right(head: nn.Linear, z: Tensor, y: Tensor) -> float:
+    """The share of features that a head gives their label."""
+    with torch.no_grad():
+        right = sum(
+            int((head(some).argmax(1) == labels).sum())
+            for some, labels in zip(z.split(4096), y.split(4096), strict=True)
+        )
+    return right / max(len(y), 1)
 
 
 def virtual_features(

@@ -8,6 +8,7 @@ number of classes). Candidate heads go to the sites in one sealed file; a site's
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
 from unskew.foreign import exported, load_module, put_weights, read_weights, save_weights
 from unskew.heads import behind, plain
-from unskew.models import Split, linear, linear_of, networks
+from unskew.models import Split, linear_of, networks
 from unskew.results import load_sealed, load_tree, save_sealed, seal
 from unskew.statistics import FeatureStats, Origin, weights_digest
 from unskew.transforms import Transform
 from unskew.tree import Tree
 
 OLD = "old"  # the name of the head that the model has
+MOST_HEADS = 16
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -53,10 +55,12 @@ def opened(
     """
     tree = read_weights(weights) if weights else {}
     about = _about(weights) if weights else {}
+    if about and f"{about['layer']}.weight" not in tree:
+        raise DataError(f"{weights}: its calibrated layer {about['layer']!r} is not among its weights")
     inside = tree[f"{about['layer']}.weight"].shape[0] if about else None
     if inside is None and spec.partition(":")[0] in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
-    module = load_module(spec, inside or (None if weights else classes), trust)
+    module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
     transform = about.get("transform", "identity")
     layer = layer or about.get("layer")
     held: Tree = {}
@@ -73,7 +77,8 @@ def opened(
         model.classifier = behind(head, transform, plain(model.classifier).in_features)
     if classes is not None and classes != model.classes:
         old = plain(model.classifier)
-        model.classifier = linear_of(old.weight.new_zeros(classes, old.in_features), old.weight.new_zeros(classes))
+        bias = None if old.bias is None else old.weight.new_zeros(classes)
+        model.classifier = linear_of(old.weight.new_zeros(classes, model.dimension), bias)
     return Opened(module, model)
 
 
@@ -93,9 +98,18 @@ def _about(path: Path) -> dict[str, Any]:
     text = load_tree(path)[1].get("calibrated")
     try:
         about = json.loads(text) if text else {}
-        return {"layer": str(about["layer"]), "transform": Transform(about["transform"]).name} if about else {}
+        if not about:
+            return {}
+        names = about["labels"]
+        labels = None if names is None else tuple(map(str, names))
+        return {"layer": str(about["layer"]), "transform": Transform(about["transform"]).name, "labels": labels}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: what it says of its calibration is damaged ({error})") from None
+
+
+def labels_in(path: Path) -> tuple[str, ...] | None:
+    """The names of the classes that a calibrated model carries, if it does."""
+    return _about(path).get("labels")
 
 
 def _resize(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
@@ -158,23 +172,29 @@ def write_heads(path: Path, model: Split, made: Mapping[str, nn.Module]) -> None
 def read_heads(path: Path, model: Split) -> tuple[dict[str, nn.Module], str]:
     """The candidate heads of a file, the old one first, and its digest; refused if they are not for this model."""
     tree, metadata = load_sealed(path)
-    if "heads" not in metadata:
+    if not {"heads", "weights"} <= set(metadata):
         raise DataError(f"{path}: holds no heads; `unskew calibrate --propose` writes them")
     if metadata["weights"] != weights_digest(model):
         raise DataError(f"{path}: heads for a model with other weights: give the weights that the statistics were "
                         "collected with")  # fmt: skip
-    width = linear(model.classifier).in_features
     found: dict[str, nn.Module] = {}
-    for name, front in json.loads(metadata["heads"]).items():
-        layer = linear_of(tree[f"{name}/weight"], tree.get(f"{name}/bias"))
-        found[name] = behind(layer, front, width)
+    try:
+        for name, front in json.loads(metadata["heads"]).items():
+            layer = linear_of(tree[f"{name}/weight"], tree.get(f"{name}/bias"))
+            found[name] = behind(layer, front, model.dimension)
+            found[name](torch.zeros(1, model.dimension, dtype=layer.weight.dtype))
+    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise DataError(f"{path}: its heads don't fit the model ({error})") from None
+    if len(found) > MOST_HEADS:  # each answer tells something of the site's examples
+        raise DataError(f"{path}: holds {len(found)} heads; at most {MOST_HEADS} are scored")
     return found, seal(tree, metadata)
 
 
 def answer_of(digest: str, total: Tensor, right: Mapping[str, Tensor]) -> str:
     """The text of a site's answer: how many examples of each class each head classified rightly."""
     counts = {name: value.tolist() for name, value in right.items()}
-    return json.dumps({"heads": digest, "total": total.tolist(), "right": counts}) + "\n"
+    answer = {"id": secrets.token_hex(8), "heads": digest, "total": total.tolist(), "right": counts}
+    return json.dumps(answer) + "\n"
 
 
 def read_answers(paths: Iterable[Path], digest: str, names: Iterable[str]) -> tuple[dict[str, Tensor], Tensor]:
@@ -184,8 +204,8 @@ def read_answers(paths: Iterable[Path], digest: str, names: Iterable[str]) -> tu
     sums: dict[str, Tensor] = {}
     for path in paths:
         try:
-            text = path.read_text(encoding="utf-8")
-            answer = json.loads(text)
+            answer = json.loads(path.read_text(encoding="utf-8"))
+            mark = str(answer["id"])
             counts = {"total": answer["total"], **{name: answer["right"][name] for name in names}}
             for name, value in counts.items():
                 pairs = zip(value, counts["total"], strict=True)
@@ -197,9 +217,9 @@ def read_answers(paths: Iterable[Path], digest: str, names: Iterable[str]) -> tu
             raise DataError(f"{path}: no answer of `unskew evaluate --heads`, or damaged ({error})") from None
         if answer.get("heads") != digest:
             raise DataError(f"{path}: an answer to other heads: let the site evaluate these")
-        if text in met:
-            raise DataError(f"{path}: the same answer as {met[text]}: leave one of them out")
-        met[text] = path
+        if mark in met:
+            raise DataError(f"{path}: the same answer as {met[mark]}: leave one of them out")
+        met[mark] = path
         for name, value in counts.items():
             new = torch.tensor(value, dtype=torch.float64)
             if name in sums and sums[name].shape != new.shape:

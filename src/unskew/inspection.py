@@ -50,6 +50,8 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
             mine, theirs = getattr(first.origin, name), getattr(head.origin, name)
             if mine is not None and theirs is not None and mine != theirs:
                 differ.append({"weights": "weights behind the features"}.get(name, name))
+        if (head.origin.labels is None) != (first.origin.labels is None):
+            warnings.append(f"of {path} and {files[0]} only one names its classes: make sure that they mean the same")
         if (head.held_out is None) != (first.held_out is None):
             differ.append("held-out part")
         if differ:

@@ -57,6 +57,12 @@ def linear(classifier: nn.Module) -> nn.Linear:
     return last
 
 
+def width_of(classifier: nn.Module) -> int:
+    """How many features a head takes: those of its linear layer, or of a transform before that changes their number."""
+    given = (getattr(part, "dimension", None) for part in classifier.modules())
+    return next((width for width in given if isinstance(width, int)), linear(classifier).in_features)
+
+
 def linear_of(weight: Tensor, bias: Tensor | None = None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
     """Return a linear layer that holds copies of these values; unlike making one and filling it, it draws nothing."""
     classes, dimension = weight.shape
@@ -93,8 +99,8 @@ class Split(nn.Module):
 
     @property
     def dimension(self) -> int:
-        """How many numbers the linear layer takes."""
-        return linear(self.classifier).in_features
+        """How many numbers the features are."""
+        return width_of(self.classifier)
 
     @property
     def classes(self) -> int:

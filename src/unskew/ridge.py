@@ -73,8 +73,7 @@ def strength(stats: FeatureStats, intercept: bool) -> float:
     n = kept.count.sum()
     grid = GRID.to(values) * values.mean().clamp(min=1e-300)
     if held is None:
-        errors = [_cross_validated(values, turned, n, share, ridge) for ridge in grid]
-        return float(grid[torch.stack(errors).argmin()])
+        return float(grid[_cross_validated(values, turned, float(n), share, grid).argmin()])
     # The held-out error in the coordinates of the eigenvectors, in which a ridge divides and nothing else.
     square, products = vectors.T @ held.gram @ vectors, vectors.T @ held.cross
     sums, mean, count = vectors.T @ held.first.sum(0), vectors.T @ mean, held.count
@@ -87,10 +86,15 @@ def strength(stats: FeatureStats, intercept: bool) -> float:
     return float(grid[torch.stack(errors).argmin()] * stats.count.sum() / n)  # the whole sum is that much larger
 
 
-def _cross_validated(values: Tensor, turned: Tensor, n: Tensor, share: Tensor, ridge: Tensor) -> Tensor:
-    """The generalised cross-validation error: residuals over the squared degrees of freedom that are left."""
-    weight = turned / (values + ridge)[:, None]
-    centred = bool(share.any())
-    residual = n * (1 - (share**2).sum()) - 2 * (weight * turned).sum() + (values[:, None] * weight**2).sum()
-    freedom = n - (values / (values + ridge)).sum() - (1 if centred else 0)
-    return residual / freedom.clamp(min=1e-3) ** 2
+def _cross_validated(values: Tensor, turned: Tensor, n: float, share: Tensor, grid: Tensor) -> Tensor:
+    """The generalised cross-validation error of each ridge: residuals over the squared freedom that is left.
+
+    Written as sums of terms that are not negative: with no more examples than features, residuals and freedom both
+    vanish with the ridge, and differences would be nothing but rounding.
+    """
+    real = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+    explained = (turned[real] ** 2).sum(1) / values[real]  # (rank,) of the squared labels, by each direction
+    left = max(n - float(real.sum()) - float(share.any()), 0.0)
+    outside = (n * (1 - (share**2).sum()) - explained.sum()).clamp(min=0) if left else torch.zeros_like(n * share.sum())
+    shrunk = grid[:, None] / (values[real] + grid[:, None])  # (ridges, rank)
+    return (shrunk**2 @ explained + outside) / (shrunk.sum(1) + left) ** 2

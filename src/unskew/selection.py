@@ -85,11 +85,12 @@ def separation(stats: FeatureStats, directions: int = 200, generator: torch.Gene
     else:
         along = [(lines * (stats.covariance_of(label) @ lines)).sum(0) for label in present]
         deviations = torch.stack(along).clamp(min=0).sqrt()
-    pairs = torch.combinations(torch.arange(len(present)))
-    squared = sum((value[pairs[:, 0]] - value[pairs[:, 1]]) ** 2 for value in (means, deviations))
-    assert isinstance(squared, Tensor)
+    distances = [
+        ((means[row + 1 :] - means[row]) ** 2 + (deviations[row + 1 :] - deviations[row]) ** 2).mean(1).sqrt()
+        for row in range(len(present) - 1)
+    ]
     unit = deviations.pow(2).mean().sqrt()
-    return float(squared.mean(1).sqrt().mean() / unit) if unit > 0 else math.inf
+    return float(torch.cat(distances).mean() / unit) if unit > 0 else math.inf
 
 
 # ---------------------------------------------------------------------------------------------- validation

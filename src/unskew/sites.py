@@ -26,6 +26,7 @@ from unskew import readers, specs
 from unskew.data import KNOWN, channels_first, load, normalise
 from unskew.errors import COUNT, POSITIVE, DataError, UsageError, check_number, lookup
 from unskew.readers import Array
+from unskew.results import digest
 from unskew.tabular import number_in, read_table
 
 PATHS = "a folder of class folders, a .npz, .csv or .parquet file, or file.py:function for a loader of your own"
@@ -49,7 +50,7 @@ class SiteData:
     labels: tuple[str, ...] | None  # the classes' names in the order of their numbers, if known
     classes: int | None  # how many classes there are, if known
     examples: int | None  # how many examples there are, if known before all are read
-    preparation: str | None  # what was done to the inputs, such as "size=224 mean=0.5 std=0.25"; None: a loader knows
+    preparation: str | None  # what the inputs are, such as "pixels/255 mean=0.5 std=0.25"; None: a loader knows
 
 
 class _Source(NamedTuple):
@@ -59,6 +60,7 @@ class _Source(NamedTuple):
     labels: tuple[str, ...] | None
     examples: int | None = None
     width: int | None = None  # how many channels or features; None: inputs are taken as they come
+    said: tuple[str, ...] = ()  # what its numbers are
     mean: Sequence[float] | None = None  # the data's own
     std: Sequence[float] | None = None
 
@@ -94,7 +96,7 @@ def site_data(
     >>> [(tuple(x.shape), len(y)) for x, y in site.batches()]
     [((500, 1, 8, 8), 500), ((500, 1, 8, 8), 500), ((438, 1, 8, 8), 438)]
     >>> site.classes, site.examples, site.preparation
-    (10, 1438, 'mean=0.305154 std=0.375725')
+    (10, 1438, 'pixels/255 mean=0.305154 std=0.375725')
     """
     if part not in ("train", "test"):
         raise UsageError(f"part is {part!r}: it must be 'train' or 'test'")
@@ -135,8 +137,9 @@ def site_data(
         raise UsageError(f"classes is {classes}, but there are {found}: {LABELS}")
     classes = classes if source.labels is None else len(source.labels)
     mean, std = (source.mean, source.std) if mean is None else (mean, std)
-    done = [*_said("size", None if image_size is None else [image_size]), *_said("mean", mean), *_said("std", std)]
-    preparation = None if kind == "loader" else " ".join(done) or "unchanged"
+    shifted = any(mean or ()) or any(value != 1 for value in std or ())  # by more than 0 and 1
+    done = [*source.said, *(_said("mean", mean) + _said("std", std) if shifted else [])]
+    preparation = None if kind == "loader" else " ".join(done)
     return SiteData(_prepared(spec, source, mean, std, classes), source.labels, classes, source.examples, preparation)
 
 
@@ -273,7 +276,7 @@ def _folder(
                     raise DataError(f"{sizes}: give --image-size, the height and width to scale all images to")
             yield torch.from_numpy(np.stack(chosen)), torch.tensor(numbers[start : start + batch])
 
-    return _Source(walk, names, len(files), 3 if colour else 1)
+    return _Source(walk, names, len(files), 3 if colour else 1, ("pixels/255",))
 
 
 # -------- Arrays --------
@@ -287,7 +290,8 @@ def _arrays(
     if own is not None and labels is not None:  # each class has two numbers: its place here and among `labels`
         _check_range(spec, y, len(own))
         y = torch.tensor(_class_numbers(own, labels, spec))[y]
-    return _Source(lambda: zip(x.split(batch), y.split(batch), strict=True), labels or own, len(y), x.shape[1])
+    said = ("pixels/255" if x.dtype == torch.uint8 else "values",)
+    return _Source(lambda: zip(x.split(batch), y.split(batch), strict=True), labels or own, len(y), x.shape[1], said)
 
 
 # -------- Tables --------
@@ -314,7 +318,8 @@ def _table(path: Path, label_column: str, labels: tuple[str, ...] | None, batch:
             y = torch.tensor([class_of(cell, where, row) for row, cell in enumerate(cells)], dtype=torch.int64)
             yield from zip(torch.from_numpy(x).split(batch), y.split(batch), strict=True)
 
-    return _Source(walk, labels, table.examples, table.features)
+    said = f"columns:{digest(table.features)[:8]}"  # in another order they would be another site's other features
+    return _Source(walk, labels, table.examples, len(table.features), (said,))
 
 
 def _whole(cell: Any) -> int | None:

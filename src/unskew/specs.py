@@ -10,6 +10,7 @@ import inspect
 import math
 import re
 import runpy
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,6 +110,9 @@ def own(kind: str, spec: str) -> Callable[..., Any]:
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise UsageError(f"{kind} is {spec!r}: there is no file {path!r}")
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # for what stands beside it; at the end, so that it hides nothing
     function = called(kind, spec, runpy.run_path, path).get(name)
     if not callable(function):
         raise UsageError(f"{kind} is {spec!r}: {path} has no function {name!r}")

@@ -17,7 +17,6 @@ moments (`ridge.py`).
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from unskew.errors import DataError, UsageError, expect
 from unskew.models import Split, evaluating
+from unskew.packing import diagonal, pack, second_shape, unpack
 from unskew.results import seal
 from unskew.transforms import Transform
 
@@ -111,6 +111,7 @@ class FeatureStats:
     third: Tensor | None = None  # (C,) sum of z^3 over each class and all features: shows skewness
     held_out: FeatureStats | None = None  # of a part of these examples, in the pooled form
     privacy: Privacy | None = None
+    parts: tuple[str, ...] = ()  # digests of the files that were added, where that is known
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -211,11 +212,23 @@ class FeatureStats:
             return a.add_(b, alpha=sign) if in_place else a.add(b, alpha=sign)
 
         like = self.beside(other.sort, other.origin, other.privacy, other.third is not None)
+        parts = self._parts_with(other.parts, sign)
         count, first, second = map(plus, self.moments, other.moments)
         third = None if like.third is None or other.third is None else plus(like.third, other.third)
         mine, theirs = self.held_out, other.held_out
         held = None if mine is None or theirs is None else mine._joined(theirs, sign, in_place)
-        return replace(like, count=count, first=first, second=second, third=third, held_out=held)
+        return replace(like, count=count, first=first, second=second, third=third, held_out=held, parts=parts)
+
+    def _parts_with(self, others: tuple[str, ...], sign: int) -> tuple[str, ...]:
+        """The files behind a sum or a difference; unknown where those of either side are."""
+        if not self.parts or not others:
+            return ()
+        both = set(self.parts) & set(others)
+        if sign > 0 and both:
+            raise DataError("the same statistics would be added twice: leave one of them out")
+        if sign < 0 and len(both) < len(others):
+            raise DataError("these statistics are no part of the sum, so they can't be taken out")
+        return (*self.parts, *others) if sign > 0 else tuple(part for part in self.parts if part not in both)
 
     def __radd__(self, other: object) -> FeatureStats:
         if other == 0:  # where sum() begins
@@ -224,7 +237,7 @@ class FeatureStats:
 
     def beside(self, sort: Sort, origin: Origin, privacy: Privacy | None, third: bool) -> FeatureStats:
         """These statistics as part of a sum with others, the tensors not copied; refused where those are of another
-        sort.
+        sort. What was known of the parts is kept by who reads files.
         """
         for name, mine, theirs in zip(Sort._fields, self.sort, sort, strict=True):
             if mine != theirs:
@@ -315,17 +328,14 @@ class FeatureStats:
     @property
     def skewness(self) -> float | None:
         """How far features lean to one side of their class means: the third central moments over the cubed deviations,
-        each added up over classes and features; 0 for Gaussians. None where the moments can't tell.
+        each added up over classes and features; 0 for Gaussians. None where the moments can't tell: it takes variances
+        for each class.
         """
-        if self.third is None or self.form == "none" or not self.count.sum() > 0:
+        if self.third is None or self.form not in ("class", "diagonal") or not self.count.sum() > 0:
             return None
         n, mean = self.count[:, None], self.mean
-        if self.form == "pooled":  # all classes are taken to have the variances of their average
-            variance = (self.second[diagonal(self.dimension)] - (n * mean**2).sum(0)) / n.sum()
-            squares = n * (variance + mean**2)
-        else:
-            squares = self.second if self.form == "diagonal" else self.second[:, diagonal(self.dimension)]
-            variance = squares / n.clamp(min=1) - mean**2
+        squares = self.second if self.form == "diagonal" else self.second[:, diagonal(self.dimension)]
+        variance = squares / n.clamp(min=1) - mean**2
         leaning = self.third.sum() - (3 * mean * squares - 2 * n * mean**3).sum()
         spread = (n * variance.clamp(min=0) ** 1.5).sum()
         return float(leaning / spread) if spread > 0 else None
@@ -373,48 +383,6 @@ class FeatureStats:
         return load(Path(path))
 
 
-@functools.lru_cache(maxsize=2)
-def _triangle(dimension: int, device: torch.device) -> Tensor:
-    """Where the entries of an upper triangle stand in a matrix that is read row by row."""
-    row, column = torch.triu_indices(dimension, dimension, device=device)
-    return row.mul_(dimension).add_(column)
-
-
-def pack(matrix: Tensor) -> Tensor:
-    """The upper triangle of a symmetric matrix, row by row: (d, d) -> (d (d + 1) / 2,)."""
-    return matrix.reshape(-1).take(_triangle(len(matrix), matrix.device))
-
-
-def unpack(packed: Tensor, dimension: int) -> Tensor:
-    """The symmetric matrix of a packed triangle."""
-    matrix = upper(packed, dimension)
-    return matrix.add_(matrix.triu(1).T)
-
-
-def upper(packed: Tensor, dimension: int) -> Tensor:
-    """The upper triangle of a packed one, below it zero."""
-    flat = packed.new_zeros(dimension * dimension)
-    flat[_triangle(dimension, packed.device)] = packed
-    return flat.view(dimension, dimension)
-
-
-def diagonal(dimension: int) -> Tensor:
-    """Where the diagonal of a matrix stands in its packed triangle: (d,)."""
-    row = torch.arange(dimension)
-    return row * dimension - row * (row - 1) // 2
-
-
-def second_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
-    """The shape of `second` in a form."""
-    triangle = dimension * (dimension + 1) // 2
-    return {
-        "class": (classes, triangle),
-        "pooled": (triangle,),
-        "diagonal": (classes, dimension),
-        "none": (0,),
-    }[form]
-
-
 def added(parts: Iterable[FeatureStats]) -> FeatureStats:
     """The sum of statistics, added in place into a copy of the first: at most one of the others is held beside it."""
     total: FeatureStats | None = None
@@ -427,7 +395,7 @@ def added(parts: Iterable[FeatureStats]) -> FeatureStats:
 
 # ---------------------------------------------------------------------------------------------- from a model
 
-ROWS, BYTES = 4096, 16 * 2**20  # of features that wait to be added together: fewer, larger products
+ROWS, BYTES = 4096, 8 * 2**20  # of features that wait to be added together: fewer, larger products
 
 
 def collect(
@@ -453,21 +421,29 @@ def collect(
     total = FeatureStats.zero(classes, width, form, transform, bool(held_out))
     origin = replace(origin or Origin(), layer=model.layer, weights=weights_digest(model))
     waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+    shapes: set[tuple[tuple[int, ...] | None, str | None]] = set()
     rows = max(64, min(ROWS, BYTES // (8 * max(width, model.dimension))))
     with evaluating(model), torch.no_grad():
         for x, y, held in holding_out(batches, held_out):
             z = model.features(x)
+            z = z.cpu() if z.device.type == "mps" else z  # which has no float64
             total = total.to(z.device)
             waiting.append((z, y.to(z.device), held.to(z.device)))
             if sum(len(part[0]) for part in waiting) >= rows:
                 total._include(*map(torch.cat, zip(*waiting, strict=True)))
                 waiting = []
-            if isinstance(x, Tensor):  # inputs of several parts have no one shape
-                kind = str(x.dtype).removeprefix("torch.")
-                origin = replace(origin, input_shape=tuple(x.shape[1:]), input_dtype=kind)
+            shapes.add((tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) if _one_shape(x) else (None, None))
+    if len(shapes) == 1:
+        shape, kind = shapes.pop()
+        origin = replace(origin, input_shape=shape, input_dtype=kind)
     if waiting:
         total._include(*map(torch.cat, zip(*waiting, strict=True)))
     return replace(total, origin=origin)
+
+
+def _one_shape(x: Any) -> bool:
+    """Whether inputs are of a kind whose shape is the same on every site: not several parts, not words."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.dtype == torch.uint8)
 
 
 def holding_out(

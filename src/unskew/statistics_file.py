@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,18 +25,8 @@ from torch import Tensor
 
 from unskew import __version__
 from unskew.errors import DataError, UnskewError, UsageError
-from unskew.statistics import (
-    FORMS,
-    REDUCES,
-    FeatureStats,
-    Origin,
-    Privacy,
-    Sort,
-    diagonal,
-    pack,
-    second_shape,
-    upper,
-)
+from unskew.packing import diagonal, pack, second_shape, upper
+from unskew.statistics import FORMS, REDUCES, FeatureStats, Origin, Privacy, Sort
 from unskew.streams import Kind, Reader, layout, size, write
 
 VERSION = 1
@@ -89,11 +79,20 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header hold
     "preparation": (_text, "it must be a text or null"),
     "held_out": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
     "privacy": (_private, f"it must be null or have the fields {', '.join(Privacy._fields)}"),
+    "parts": (
+        lambda v: type(v) is list and all(type(name) is str for name in v) and len(set(v)) == len(v),
+        "it must be a list of digests, each of them once",
+    ),
     "producer": (_text, "it must be a text"),
 }
 
 
 # ---------------------------------------------------------------------------------------------- writing
+
+
+def _rounding(form: str, precision: str) -> str:
+    """How second moments are rounded: variances have no correlations that whole numbers could hold."""
+    return "bfloat16" if precision == "int16" and form in ("diagonal", "none") else precision
 
 
 def kinds_of(
@@ -109,10 +108,9 @@ def kinds_of(
         kinds["second"] = Kind(torch.float64, second)
     else:
         kinds["mean"] = Kind(torch.float32, (classes, dimension))
-        kinds["scatter"] = Kind(PRECISIONS[precision], second)
-        if precision == "int16":
-            shape = {"class": (classes, dimension), "pooled": (dimension,), "diagonal": (classes, 1), "none": (0,)}
-            kinds["spread"] = Kind(torch.float32, shape[form])
+        kinds["scatter"] = Kind(PRECISIONS[_rounding(form, precision)], second)
+        if _rounding(form, precision) == "int16":
+            kinds["spread"] = Kind(torch.float32, (classes, dimension) if form == "class" else (dimension,))
     if third:
         kinds["third"] = Kind(torch.float64, (classes,))
     if held_out:
@@ -133,6 +131,7 @@ def _metadata(stats: FeatureStats, precision: str) -> dict[str, str]:
         **asdict(stats.origin),
         "held_out": None if stats.held_out is None else int(stats.held_out.count.sum()),
         "privacy": None if stats.privacy is None else stats.privacy._asdict(),
+        "parts": list(stats.parts),
         "producer": f"unskew {__version__}",
     }
     return {name: json.dumps(header[name]) for name in FIELDS}
@@ -183,12 +182,12 @@ def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Piece
 
     def divided() -> Iterator[Tensor]:
         for scatter in scatters():
-            wide = _spread(scatter, stats.form, stats.dimension)
-            yield (32767 * scatter / _products(wide, stats.form).clamp(min=1e-300)).clamp(-32767, 32767).round()
+            wide = _spread(scatter, stats.dimension)
+            yield (32767 * scatter / pack(torch.outer(wide, wide)).clamp(min=1e-300)).clamp(-32767, 32767).round()
 
     def spreads() -> Iterator[Tensor]:
         for scatter in scatters():
-            yield _spread(scatter, stats.form, stats.dimension)
+            yield _spread(scatter, stats.dimension)
 
     made: dict[str, Pieces] = {"count": lambda: iter([stats.count])}
     if stats.third is not None:
@@ -198,8 +197,9 @@ def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Piece
         made |= {"first": lambda: iter([stats.first]), "second": lambda: (second for second, _, _ in rows())}
     else:
         made["mean"] = lambda: iter([stats.mean.float()])
-        made["scatter"] = divided if precision == "int16" else lambda: (s.to(PRECISIONS[precision]) for s in scatters())
-        if precision == "int16":
+        rounding = _rounding(stats.form, precision)
+        made["scatter"] = divided if rounding == "int16" else lambda: (s.to(PRECISIONS[rounding]) for s in scatters())
+        if rounding == "int16":
             made["spread"] = lambda: (wide.float() for wide in spreads())
     return {start + name: pieces for name, pieces in made.items()}
 
@@ -216,18 +216,9 @@ def _of_means(count: Tensor, first: Tensor, form: str) -> Tensor:
     return first * mean if form == "diagonal" else pack(first.T @ mean)
 
 
-def _spread(scatter: Tensor, form: str, dimension: int) -> Tensor:
+def _spread(scatter: Tensor, dimension: int) -> Tensor:
     """The deviations by which a scatter is divided, as float32 keeps them."""
-    if form == "none":
-        return scatter
-    if form == "diagonal":
-        return scatter.clamp(min=0).amax(1, keepdim=True).sqrt().float().double()
     return scatter[diagonal(dimension)].clamp(min=0).sqrt().float().double()
-
-
-def _products(wide: Tensor, form: str) -> Tensor:
-    """What the entries of a scatter are divided by."""
-    return wide**2 if form in ("diagonal", "none") else pack(torch.outer(wide, wide))
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -252,6 +243,7 @@ class Head(NamedTuple):
     privacy: Privacy | None
     producer: str | None
     digest: str
+    parts: tuple[str, ...]  # digests of the files that it is the sum of; empty for a site's own
 
 
 def head_of(path: Path) -> Head:
@@ -276,8 +268,8 @@ def _head(file: Reader) -> Head:
         if not fits(header[name]):
             raise DataError(f"{path}: {name} is {str(header[name])[:80]!r}; {words}")
     classes, dimension, form, precision = (header[name] for name in ("classes", "dimension", "form", "precision"))
-    if max(classes, dimension) > 2**24:
-        raise DataError(f"{path}: {classes} classes of {dimension} features can't be meant")
+    if max(classes, dimension, *(header["input_shape"] or [1])) > 2**24:
+        raise DataError(f"{path}: {classes} classes, {dimension} features, {header['input_shape']}: can't be meant")
     expected = kinds_of(classes, dimension, form, precision, "third" in file.kinds, header["held_out"] is not None)
     if set(file.kinds) != set(expected):
         raise DataError(
@@ -298,28 +290,33 @@ def _head(file: Reader) -> Head:
                     None if labels is None else tuple(labels), header["preparation"])  # fmt: skip
     privacy = None if header["privacy"] is None else Privacy(**header["privacy"])
     return Head(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
-                origin, privacy, header["producer"], file.digest)  # fmt: skip
+                origin, privacy, header["producer"], file.digest, tuple(header["parts"]))  # fmt: skip
 
 
 def total_of(
     paths: Iterable[Path],
     form: str | None = None,
-    without: Iterable[Path] = (),
+    without: Sequence[Path] = (),
     progress: Callable[[int], None] = lambda files: None,
 ) -> FeatureStats:
     """The sum of files, less those of `without`; held once, in a cheaper form if one is given.
 
-    A file that comes twice is refused, and so is one that can't be added to the first. `progress` is told of each.
+    Refused are files that can't be added to the first, a file that comes twice, also as a part of a sum, and one of
+    `without` that is in none of the sums. `progress` is told of each.
     """
     total: FeatureStats | None = None
+    held: dict[str, Path] = {}  # the sites' own files that are in the sum, and which file brought each
     for sign, group in ((1, paths), (-1, without)):
-        met: dict[str, Path] = {}
         for path in map(Path, group):
             with Reader(path) as file:
                 head = _head(file)
-                if head.digest in met:
-                    raise DataError(f"{path}: the same statistics as {met[head.digest]}: leave one of them out")
-                met[head.digest] = path
+                own = head.parts or (head.digest,)
+                met = [held[part] for part in own if part in held]
+                if sign > 0 and met:
+                    raise DataError(f"{path}: the same statistics as {met[0]}, or a part of it: leave one of them out")
+                if sign < 0 and len(met) < len(own):
+                    raise DataError(f"{path}: no part of the sum, so it can't be taken out: leave it out of --without")
+                held = {**held, **dict.fromkeys(own, path)} if sign > 0 else _less(held, own)
                 wanted = form or head.form
                 if wanted not in REDUCES[head.form]:
                     raise DataError(f"{path}: form {wanted!r} can't be derived from form {head.form!r}: collect again")
@@ -335,9 +332,23 @@ def total_of(
                 progress(1)
     if total is None:
         raise UsageError("there are no statistics to add: give the files of at least one site")
-    if (total.count < 0).any():
-        raise DataError(f"{path}: more examples of class {int(total.count.argmin())} than in the sum: no part of it")
-    return total
+    if without:
+        _clear_empty(total)
+    return replace(total, parts=tuple(held))
+
+
+def _less(held: dict[str, Path], own: tuple[str, ...]) -> dict[str, Path]:
+    return {part: path for part, path in held.items() if part not in own}
+
+
+def _clear_empty(total: FeatureStats) -> None:
+    """Of classes whose last example was taken out nothing stays but rounding: clear that."""
+    empty = total.count == 0
+    for value in (total.first, total.third, total.second if total.form in ("class", "diagonal") else None):
+        if value is not None:
+            value[empty] = 0
+    if total.held_out is not None:
+        _clear_empty(total.held_out)
 
 
 def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> None:
@@ -391,7 +402,7 @@ def _decoded(part: Tensor, count: Tensor, first: Tensor, form: str, precision: s
         return part
     scatter = part.double()
     if wide is not None:
-        scatter = scatter * _products(wide.double(), form) / 32767
+        scatter = scatter * pack(torch.outer(wide.double(), wide.double())) / 32767
     return scatter + _of_means(count, first, form)
 
 
@@ -448,6 +459,7 @@ def _check_second(
     if privacy is not None or form == "none":
         return
     scatter = second - _of_means(count, first, form)
+    precision = _rounding(form, precision)
     squares, spread = (
         (value if form == "diagonal" else value[diagonal(first.shape[-1])]) for value in (second, scatter)
     )
@@ -458,6 +470,6 @@ def _check_second(
         return
     scale = torch.where(squares > 0, squares, 1.0).rsqrt()
     matrix = upper(scatter, len(squares)).mul_(scale).mul_(scale[:, None])
-    matrix.diagonal().add_(1e-9 + 4 * len(squares) ** 0.5 * STEP[precision])
+    matrix.diagonal().add_(1e-9 + 1.1 * len(squares) * STEP[precision])  # no rounding can do more than that
     if torch.linalg.cholesky_ex(matrix, upper=True).info:
         raise DataError(f"{where} second is not positive semidefinite: no features have such moments")

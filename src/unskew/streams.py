@@ -80,6 +80,8 @@ def write(
     metadata: Mapping[str, str],
 ) -> None:
     """Write a file from the pieces of each tensor, in the order of `layout`; the old file survives if that fails."""
+    if len(_header(kinds, metadata)) > MOST_HEADER - 100:
+        raise DataError(f"{path}: its header would be longer than {MOST_HEADER:,} bytes: shorten the classes' names")
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(_header(kinds, {**metadata, "digest": 64 * "0"}))

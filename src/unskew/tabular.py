@@ -35,7 +35,7 @@ class Lines(NamedTuple):
 class Table(NamedTuple):
     """A table that can be read more than once."""
 
-    features: int
+    features: list[str]  # the names of their columns
     examples: int | None  # None: known only after reading
     lines: Callable[[], Iterator[Lines]]
 
@@ -66,7 +66,7 @@ def read_table(path: Path, label_column: str, batch: int) -> Table:
             x = [_floats(part, at) for part, at in zip(cells, where, strict=True) if part is not cells[place]]
             yield Lines(np.stack(x, axis=1), cells[place], where[place])
 
-    return Table(len(names) - 1, columns.examples, lines)
+    return Table(names[:place] + names[place + 1 :], columns.examples, lines)
 
 
 def number_in(cell: Any) -> float:

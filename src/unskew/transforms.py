@@ -11,6 +11,7 @@ not a number, hence it never comes without ReLU.
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class Transform(nn.Module):
         steps = [_parsed(name, step) for step in name.split("+")]
         self.steps = [step for step in steps if step[0] != "identity"]
         self.name = "+".join(_written(*step) for step in self.steps) or "identity"  # one name for "0.5" and ".50"
+        self.dimension = dimension  # of what comes in, if known
         for place, (kind, numbers) in enumerate(self.steps):
             if dimension is not None:
                 if kind == "fourier":
@@ -91,6 +93,8 @@ def _parsed(name: str, step: str) -> tuple[str, Numbers]:
         raise UsageError(f"unknown transform {name!r}: allowed are {EXAMPLES}")
     try:
         numbers = tuple(map(float, given))
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError
     except ValueError:
         raise UsageError(f"transform {name!r}: {given} are not numbers; allowed are {EXAMPLES}") from None
     if kind == "fourier":

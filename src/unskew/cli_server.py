@@ -1,0 +1,221 @@
+"""The command line for whoever has the sites' files: `unskew calibrate`.
+
+It adds the files and makes a new head. With --propose it writes candidate heads instead, for the sites to score, and
+with --heads and --validate it takes the best of them by the sites' answers, or leaves the old one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from unskew.cli_sites import FORMS, PATH, check_free, checked_device, note, options
+from unskew.console import bar, show, table_of
+from unskew.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from unskew.models import Split
+    from unskew.statistics import FeatureStats, Origin
+    from unskew.statistics_file import Head
+
+
+class Lists(click.Command):
+    """A command whose options take several values at once, as a shell makes them of `--stats site_*.stats`."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Repeat the option before each of its values."""
+        several = {name for param in self.params if isinstance(param, click.Option) and param.multiple
+                   for name in param.opts}  # fmt: skip
+        spread: list[str] = []
+        option = None
+        for word in args:
+            if word in several:
+                option, fresh = word, True
+                continue
+            if word.startswith("-"):
+                option = None
+            if option is not None:
+                spread += [option, word]
+                fresh = False
+            else:
+                spread.append(word)
+        if option is not None and fresh:
+            spread.append(option)  # without a value: click says so
+        return super().parse_args(context, spread)
+
+
+@click.command(cls=Lists)
+@options("model")
+@click.option("--stats", "files", type=PATH, multiple=True, required=True, help="the sites' files")
+@click.option("--without", type=PATH, multiple=True, help="files to leave out, or to take out of a sum")
+@click.option(
+    "--calibrator", default="auto", show_default=True, help="as in ccvr:samples=500; `unskew list calibrators`"
+)
+@click.option("--prior", help="mix of classes expected in use: uniform, train, or a file with a number for each class",
+              show_default="as the calibrator has it")  # fmt: skip
+@click.option("--out", type=PATH, help="the weights to write, safetensors")
+@click.option("--export", type=PATH, help="also write a torch.export program that needs nothing else")
+@click.option("--sum", "keep", type=PATH, help="also write the sum of the files, itself a statistics file")
+@click.option("--propose", type=PATH, help="write candidate heads for the sites to validate, instead of --out")
+@click.option("--heads", type=PATH, help="the candidate heads that the sites have validated")
+@click.option("--validate", type=PATH, multiple=True, help="the sites' answers to --heads: the best head is taken")
+@click.option("--seed", default=0, show_default=True, help="of virtual features")
+@options("out")
+def calibrate(
+    files: tuple[Path, ...], without: tuple[Path, ...], calibrator: str, prior: str | None, out: Path | None,
+    export: Path | None, keep: Path | None, propose: Path | None, heads: Path | None, validate: tuple[Path, ...],
+    seed: int, force: bool, **given: Any,
+) -> None:  # fmt: skip
+    """On the server: make a better classifier from the sites' files."""
+    if (out is None) == (propose is None):
+        raise UsageError("give --out for the calibrated weights, or --propose for candidate heads")
+    if bool(heads) != bool(validate):
+        raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
+    for path in (out, export, keep, propose):
+        if path is not None:
+            check_free(path, force, (*files, *without, *validate))
+    import torch
+
+    from unskew.heads import with_classifier
+    from unskew.heads_file import example_of, opened, write_heads, write_model, write_program
+    from unskew.models import linear
+    from unskew.selection import calibrator_of, candidates, separation
+    from unskew.statistics import REDUCES, weights_digest
+    from unskew.statistics_file import head_of, load, save, total_of
+
+    known = {path: head_of(path) for path in (*files, *without)}
+    for path, head in known.items():
+        if not head.examples:
+            raise DataError(f"{path}: the site has no examples: leave its file out")
+    kept, removed = _kept(files, without, known)
+    first = known[kept[0]]
+    example = example_of(first.origin)
+    layer = given["layer"] or (first.origin.layer if example is None else None)
+    module, model = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
+                           trust=given["trust"], example=example)  # fmt: skip
+    model = model.to(checked_device(given["device"]))
+    if first.classes != model.classes:
+        raise UsageError(f"{kept[0]} has {first.classes} classes, but the model has {model.classes}: give --classes "
+                         f"{first.classes} for a new head, as the sites did, or the right model")  # fmt: skip
+    made_by = weights_digest(model)
+    for path, head in known.items():
+        if head.origin.weights not in (None, made_by):
+            hint = "" if given["weights"] else "; without --weights, the model must be built the same everywhere"
+            raise UsageError(
+                f"{path}: collected with other weights than {given['weights'] or given['model']}: collect again{hint}"
+            )
+    bias = linear(model.classifier).bias is not None
+    common = [form for form in FORMS if all(form in REDUCES[head.form] for head in known.values())]
+    asked = calibrator_of(calibrator, common[0], first.transform, bias)
+    if asked.apart and (removed or any(head.parts for head in known.values())):
+        raise UsageError(f"{asked.name} needs each site's own file: sums and what is taken out of them won't do")
+    form = common[0] if propose else next((form for form in asked.forms if form in common), common[0])
+    with bar("adding", len(kept) + len(removed)) as progress:
+        summed = total_of(kept, form, removed, progress)
+    if keep:
+        save(summed, keep)
+        show(f"{keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
+    mix = _prior(prior, summed)
+    absent = (summed.count == 0).nonzero().flatten().tolist()
+    if absent:
+        note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
+    sites = [load(path, "none").to(given["device"]) for path in kept] if asked.apart or propose else []
+    summed = summed.to(given["device"])
+
+    def made(spec: str) -> nn.Module:
+        maker = calibrator_of(spec, summed.form, summed.transform, bias)
+        generator = torch.Generator().manual_seed(seed)
+        weighed = mix if maker.weighs or not propose else None
+        return maker(summed, model.classifier, generator, weighed, sites)
+
+    if propose:
+        if summed.kept is not None:  # so that what the sites have held out is new to the heads that they score there
+            summed = replace(summed.kept, origin=summed.origin)
+            sites = []
+        names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
+        write_heads(propose, model, {name: made(name) for name in names})
+        show(f"{propose}: the old head and {', '.join(names)}. Each site answers with: unskew evaluate ... "
+             f"--heads {propose} --out SITE.answer")  # fmt: skip
+        return
+    assert out is not None
+    name, new = _validated(heads, validate, model, mix) if heads else (asked.name, made(calibrator))
+    better = with_classifier(model, new).to("cpu")
+    told = write_model(out, better, module, name, summed)
+    show(f"{out}: the weights with the head of {name}, from {len(kept)} file{'s' if len(kept) > 1 else ''} and "
+         f"{int(summed.count.sum()):,} examples; {told}")  # fmt: skip
+    if export:
+        write_program(export, better, summed.origin)
+        show(f"{export}: a torch.export program")
+    if not heads:
+        apart = separation(summed)
+        show("Unverified: no site has checked that this head is better than the old one; --propose and --validate do.")
+        if apart is not None:
+            show(f"Forecast: its class Gaussians lie {apart:.2f} deviations apart (mean sliced Wasserstein distance, "
+                 "CCVR 5.4); the farther, the more there is to gain.")  # fmt: skip
+
+
+def _kept(
+    files: tuple[Path, ...], without: tuple[Path, ...], known: Mapping[Path, Head]
+) -> tuple[list[Path], list[Path]]:
+    """The files to add, and those to take out of what is added."""
+    dropped = {known[path].digest for path in without}
+    kept = [path for path in files if known[path].digest not in dropped]
+    there = {known[path].digest for path in files}
+    if not kept:
+        raise UsageError("--without leaves no file to calibrate from: name fewer")
+    return kept, [path for path in without if known[path].digest not in there]
+
+
+def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
+    """The mix of classes that --prior asks for."""
+    import torch
+
+    if text is None:
+        return None
+    if text == "uniform":
+        return torch.ones_like(stats.count)
+    if text == "train":
+        return stats.count
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"prior is {text!r}: allowed are uniform, train, or a file with {stats.classes} numbers")
+    words = re.split(r"[\s,;]+", path.read_text(encoding="utf-8").strip())
+    try:
+        values = torch.tensor([float(word) for word in words], dtype=torch.float64)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; it must hold {stats.classes} numbers, one for each class") from None
+    if len(values) != stats.classes or not ((values >= 0).all() and 0 < values.sum() < float("inf")):
+        raise DataError(
+            f"{path}: it holds {len(values)} numbers; it must hold {stats.classes}, of 0 or more, not all 0"
+        )
+    return values.to(stats.count)
+
+
+def _validated(heads: Path, answers: tuple[Path, ...], model: Split, prior: Tensor | None) -> tuple[str, nn.Module]:
+    """The head that the sites found best, which can be the old one."""
+    from unskew.heads_file import read_answers, read_heads
+    from unskew.selection import chosen
+
+    modules, digest = read_heads(heads, model)
+    right, total = read_answers(answers, digest, modules)
+    best, accuracies = chosen(right, total, None if prior is None else prior.to(total))
+    n = float(total.sum())
+    table = table_of("head", f"accuracy (%) on {n:,.0f} examples of {len(answers)} sites", "standard error")
+    for name, accuracy in accuracies.items():
+        error = (accuracy * (1 - accuracy) / n) ** 0.5
+        table.add_row(name + (" *" if name == best else ""), f"{100 * accuracy:.2f}", f"{100 * error:.2f}")
+    show(table)
+    show("The old head stays: no other is better." if best == "old" else f"{best} is better than the old head.")
+    return best, modules[best]
+
+
+def _named(labels: Iterable[int], origin: Origin) -> str:
+    names = [str(label) if origin.labels is None else origin.labels[label] for label in labels]
+    return f"class{'es' if len(names) > 1 else ''} {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
