@@ -236,7 +236,7 @@ WRONG = {
     "no function but a value": (["--model", "own.py:value"], "own.py has no function 'value'"),
     "other width": (["--model", "own.py:wide"], "the data have 3 classes"),
     "broken model": (["--model", "own.py:broken"], "NameError: name 'undefined_name' is not defined ("),
-    "failing model": (["--model", "own.py:fails"], "which fails: RuntimeError"),
+    "failing model": (["--model", "own.py:fails"], "fails on an input of shape (1, 1, 8, 8): RuntimeError"),
     "no model": (["--model", "own.py:nothing"], "own.py:nothing': it returned int, not an nn.Module"),
     "no linear layer": (["--model", "own.py:unlinear"], "can't cut Flatten before its last linear layer"),
     "broken file": (["--model", "broken.py:net"], "SyntaxError"),

@@ -14,12 +14,12 @@ from torch import nn
 from commands import ENVIRONMENT
 from conftest import toy_data, toy_model
 from unskew.algorithms import fedavg
+from unskew.cutting import split
 from unskew.engine import batched, sequential
 from unskew.errors import UsageError
 from unskew.evaluate import batches
 from unskew.experiments import Experiment, run
 from unskew.heads import calibrate, ccvr, ffc
-from unskew.models import split
 from unskew.optim import cosine
 from unskew.simulate import train
 from unskew.statistics import collect

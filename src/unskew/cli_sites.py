@@ -211,7 +211,7 @@ def evaluate(
 @click.argument("files", type=PATH, nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="print what was found as JSON, nothing else")
 def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
-    """Show what statistics files hold, class by class and site by site, and what to beware of."""
+    """Show what statistics files hold, and what to beware of."""
     from unskew.inspection import inspected
 
     found = inspected(files)

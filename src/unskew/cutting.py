@@ -212,10 +212,10 @@ def _answer(features: Features, example: Any) -> Tensor:
     except UsageError:
         raise
     except Exception as error:
-        inputs = example.items() if isinstance(example, Mapping) else [("example", example)]
+        inputs = example.items() if isinstance(example, Mapping) else [("an input", example)]
         shapes = ", ".join(f"{name} of shape {tuple(x.shape)}" for name, x in inputs if isinstance(x, Tensor))
         raise UsageError(
-            f"{type(features.module).__name__} fails on the example{' with ' if shapes else ''}{shapes}: "
+            f"{type(features.module).__name__} fails on {shapes or 'the example'}: "
             f"{type(error).__name__}: {error}. Give an input of the kind that it takes"
         ) from error
 

@@ -91,12 +91,10 @@ def _parsed(name: str, step: str) -> tuple[str, Numbers]:
                    "fourier": (2, 3)}.get(kind, (99, 0))  # fmt: skip
     if not least <= len(given) <= most:
         raise UsageError(f"unknown transform {name!r}: allowed are {EXAMPLES}")
-    try:
-        numbers = tuple(map(float, given))
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError
-    except ValueError:
-        raise UsageError(f"transform {name!r}: {given} are not numbers; allowed are {EXAMPLES}") from None
+    if not all(map(_finite, given)):
+        wrong = next(text for text in given if not _finite(text))
+        raise UsageError(f"transform {name!r}: {wrong!r} is not a number; allowed are {EXAMPLES}")
+    numbers = tuple(map(float, given))
     if kind == "fourier":
         numbers = (*numbers, 1.0)[:3]
         count, seed, scale = numbers
@@ -107,6 +105,13 @@ def _parsed(name: str, step: str) -> tuple[str, Numbers]:
     if not fits:
         raise UsageError(f"unknown transform {name!r}: {given} can't be meant; allowed are {EXAMPLES}")
     return kind, numbers
+
+
+def _finite(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _written(kind: str, numbers: Numbers) -> str:
