@@ -120,6 +120,18 @@ def test_root_of_singular_and_regular_covariances(n):
     assert not root(torch.zeros(6, 6).double()).any()
 
 
+def test_root_of_singular_covariances_of_many_features():
+    z, _ = features(40, d=300)
+    covariance = torch.cov(z.T)
+    factor = root(covariance)
+    assert not factor.triu(1).any()  # by Cholesky, not by eigenvalues
+    assert (factor @ factor.T) == pytest.approx(covariance.numpy(), abs=1e-9 * covariance.diagonal().mean().item())
+    noisy = covariance - 0.1 * covariance.diagonal().mean() * torch.eye(300).double()
+    values, vectors = torch.linalg.eigh(noisy)
+    projected = vectors * values.clamp(min=0) @ vectors.T
+    assert (root(noisy) @ root(noisy).T) == pytest.approx(projected.numpy(), abs=1e-8)
+
+
 def slow_retrain(old, z, y, epochs, batch, sgd, draw):
     """The obvious twin: torch's autograd and optimiser."""
     import copy

@@ -225,11 +225,11 @@ def virtual_features(
 def root(covariance: Tensor) -> Tensor:
     """A matrix R with R R' = covariance: its Cholesky factor.
 
-    A class with n <= d examples has a singular covariance and no such factor; then the variances are raised by 1e-11 of
-    their mean, which is below what float32 can see and several times faster than eigenvalues. Where even that does not
-    do (noise that was added), R is made from the eigenvalues, those below zero clipped at zero.
+    A class with n <= d examples has a singular covariance and no such factor; then R is made from the eigenvalues,
+    those below zero by rounding or by noise clipped at zero. With many features that takes long, and raising the
+    variances by 1e-11 of their mean, far below what float32 can see, is tried before.
     """
-    for jitter in (0.0, 1e-11, 1e-9):
+    for jitter in (0.0, 1e-11, 1e-9) if len(covariance) > 256 else (0.0,):
         raised = covariance + jitter * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
         factor, failed = torch.linalg.cholesky_ex(raised)
         if not failed and torch.isfinite(factor).all():
