@@ -261,14 +261,15 @@ def retrain(
     velocity = torch.zeros_like(weight)
     for _ in range(epochs):
         order = torch.randperm(len(z), generator=generator).to(z.device)
-        for rows in order.split(batch):
-            some = z[rows]
+        for rows in order.split(64 * batch):  # gathered together, since each operation has its cost
+            block = z[rows]
             if old.bias is not None:
-                some = torch.cat([some, some.new_ones(len(some), 1)], 1)
-            targets = (y[rows, None] == every).to(some)  # (batch, C)
-            grad = slope(some @ weight.T, targets).T @ some + sgd.weight_decay * weight
-            velocity.mul_(sgd.momentum).add_(grad)
-            weight.sub_(velocity, alpha=sgd.lr)
+                block = torch.cat([block, block.new_ones(len(block), 1)], 1)
+            targets = (y[rows, None] == every).to(block)
+            for some, wanted in zip(block.split(batch), targets.split(batch), strict=True):
+                grad = slope(some @ weight.T, wanted).T @ some + sgd.weight_decay * weight
+                velocity.mul_(sgd.momentum).add_(grad)
+                weight.sub_(velocity, alpha=sgd.lr)
     return linear_of(weight[:, : old.in_features], None if old.bias is None else weight[:, -1])
 
 
