@@ -21,6 +21,7 @@ from unskew.errors import DataError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unskew.heads_file import Opened
     from unskew.models import Split
     from unskew.statistics import FeatureStats, Origin
     from unskew.statistics_file import Head
@@ -84,36 +85,18 @@ def calibrate(
     import torch
 
     from unskew.heads import with_classifier
-    from unskew.heads_file import example_of, opened, write_heads, write_model, write_program
+    from unskew.heads_file import write_heads, write_model, write_program
     from unskew.models import linear
     from unskew.selection import calibrator_of, candidates, separation
-    from unskew.statistics import REDUCES, weights_digest
+    from unskew.statistics import REDUCES
     from unskew.statistics_file import head_of, load, save, total_of
 
     known = {path: head_of(path) for path in (*files, *without)}
-    for path, head in known.items():
-        if not head.examples:
-            raise DataError(f"{path}: the site has no examples: leave its file out")
     kept, removed = _kept(files, without, known)
-    first = known[kept[0]]
-    example = example_of(first.origin)
-    layer = given["layer"] or (first.origin.layer if example is None else None)
-    module, model = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
-                           trust=given["trust"], example=example)  # fmt: skip
-    model = model.to(checked_device(given["device"]))
-    if first.classes != model.classes:
-        raise UsageError(f"{kept[0]} has {first.classes} classes, but the model has {model.classes}: give --classes "
-                         f"{first.classes} for a new head, as the sites did, or the right model")  # fmt: skip
-    made_by = weights_digest(model)
-    for path, head in known.items():
-        if head.origin.weights not in (None, made_by):
-            hint = "" if given["weights"] else "; without --weights, the model must be built the same everywhere"
-            raise UsageError(
-                f"{path}: collected with other weights than {given['weights'] or given['model']}: collect again{hint}"
-            )
+    module, model = _opened(given, known, kept[0])
     bias = linear(model.classifier).bias is not None
     common = [form for form in FORMS if all(form in REDUCES[head.form] for head in known.values())]
-    asked = calibrator_of(calibrator, common[0], first.transform, bias)
+    asked = calibrator_of(calibrator, common[0], known[kept[0]].transform, bias)
     if asked.apart and (removed or any(head.parts for head in known.values())):
         raise UsageError(f"{asked.name} needs each site's own file: sums and what is taken out of them won't do")
     form = common[0] if propose else next((form for form in asked.forms if form in common), common[0])
@@ -171,6 +154,31 @@ def _kept(
     if not kept:
         raise UsageError("--without leaves no file to calibrate from: name fewer")
     return kept, [path for path in without if known[path].digest not in there]
+
+
+def _opened(given: Mapping[str, Any], known: Mapping[Path, Head], first: Path) -> Opened:
+    """The model that the files were made with; refused if they were made with another."""
+    from unskew.heads_file import Opened, example_of, opened
+    from unskew.statistics import weights_digest
+
+    origin, classes = known[first].origin, known[first].classes
+    example = example_of(origin)
+    layer = given["layer"] or (origin.layer if example is None else None)
+    module, model = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
+                           trust=given["trust"], example=example)  # fmt: skip
+    if classes != model.classes:
+        raise UsageError(f"{first} has {classes} classes, but the model has {model.classes}: give --classes {classes} "
+                         "for a new head, as the sites did, or the right model")  # fmt: skip
+    digest = weights_digest(model)
+    for path, head in known.items():
+        if not head.examples:
+            raise DataError(f"{path}: the site has no examples: leave its file out")
+        if head.origin.weights not in (None, digest):
+            hint = "" if given["weights"] else "; without --weights, the model must be built the same everywhere"
+            raise UsageError(
+                f"{path}: collected with other weights than {given['weights'] or given['model']}: collect again{hint}"
+            )
+    return Opened(module, model.to(checked_device(given["device"])))
 
 
 def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
