@@ -59,6 +59,10 @@ def work(tmp_path, monkeypatch):
     return tmp_path
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors")
 
 
@@ -109,7 +113,7 @@ def test_the_head_is_that_of_all_data_in_one_place(work):
 
 
 @pytest.mark.parametrize("form", ["class", "pooled", "diagonal", "none"])
-@pytest.mark.parametrize("precision", ["float64", "int16"])
+@pytest.mark.parametrize("precision", ["int16", slow("float64")])
 def test_every_rung_of_the_ladder_calibrates(work, form, precision):
     files = collected("--form", form, "--precision", precision)
     answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "better.safetensors")
@@ -234,7 +238,7 @@ def test_a_new_head_in_one_round(work):
     assert json.loads(answer.out)["model"]["accuracy"] > 0.6
 
 
-@pytest.mark.parametrize("transform", ["unit", "unit+fourier:300:7", "relu-tukey:0.5"])
+@pytest.mark.parametrize("transform", ["unit+fourier:300:7", *(slow(name) for name in ("unit", "relu-tukey:0.5"))])
 def test_a_transform_travels_with_files_weights_and_programs(work, transform):
     files = collected("--transform", transform)
     assert head_of(work / files[0]).transform.startswith(transform)
@@ -594,7 +598,8 @@ def test_odd_requests_get_a_message(work):
 
 def test_ctrl_c_leaves_nothing_behind(work):
     (work / "loader.py").write_text(
-        "import time, torch\ndef batches():\n    for _ in range(1000):\n        time.sleep(0.05)\n"
+        "import pathlib, time, torch\ndef batches():\n    for number in range(1000):\n        time.sleep(0.05)\n"
+        "        pathlib.Path(f'walk-{number}').touch()\n"
         "        yield torch.zeros(2, 12), torch.zeros(2).long()\n"
     )
     import signal
@@ -603,7 +608,10 @@ def test_ctrl_c_leaves_nothing_behind(work):
     from commands import subprocess_of
 
     process = subprocess_of("stats", *MODEL, "--data", "loader.py:batches", "--out", "y.stats")
-    time.sleep(6)
+    until = time.monotonic() + 60
+    while not (work / "walk-3").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1

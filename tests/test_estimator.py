@@ -13,9 +13,16 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from unskew.estimator import CalibratedHead
 
 
-@parametrize_with_checks([CalibratedHead(), CalibratedHead("lda:shrinkage=0.01"), CalibratedHead(form="class"),
-                          CalibratedHead(front="unit")])  # fmt: skip
+@parametrize_with_checks([CalibratedHead()])
 def test_it_is_a_scikit_learn_classifier(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
+@parametrize_with_checks(
+    [CalibratedHead("lda:shrinkage=0.01"), CalibratedHead(form="class"), CalibratedHead(front="unit")]
+)
+def test_with_other_options_it_still_is(estimator, check):
     check(estimator)
 
 
