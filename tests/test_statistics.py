@@ -98,6 +98,13 @@ def test_a_form_refuses_what_it_does_not_hold():
         FeatureStats.of(z, y, 4, "full")
 
 
+def test_packing_of_large_matrices_is_exact():
+    for d in (255, 256, 257, 600):
+        matrix = torch.randn(d, d, generator=torch.Generator().manual_seed(d), dtype=torch.float64)
+        matrix = matrix + matrix.T
+        assert unpack(pack(matrix), d).equal(matrix)
+
+
 def test_packing_is_exact():
     matrix = torch.randn(7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     matrix = matrix + matrix.T

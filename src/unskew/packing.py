@@ -1,36 +1,44 @@
-"""Symmetric matrices as packed triangles: half the bytes."""
+"""Symmetric matrices as packed triangles: half the bytes.
+
+On a CPU they are copied row by row, since an index would be as large as the triangle; on a GPU by an index, since each
+row would be a kernel.
+"""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
 
 
-@functools.lru_cache(maxsize=2)
-def _triangle(dimension: int, device: torch.device) -> Tensor:
-    """Where the entries of an upper triangle stand in a matrix that is read row by row."""
-    row, column = torch.triu_indices(dimension, dimension, device=device)
-    return row.mul_(dimension).add_(column).clone()  # not a view, which would keep both rows of the indices
-
-
 def pack(matrix: Tensor) -> Tensor:
     """The upper triangle of a symmetric matrix, row by row: (d, d) -> (d (d + 1) / 2,)."""
-    return matrix.reshape(-1).take(_triangle(len(matrix), matrix.device))
+    if matrix.device.type == "cpu":
+        return torch.cat([row[place:] for place, row in enumerate(matrix)])
+    row, column = torch.triu_indices(*matrix.shape, device=matrix.device)
+    return matrix[row, column]
 
 
 def unpack(packed: Tensor, dimension: int) -> Tensor:
     """The symmetric matrix of a packed triangle."""
     matrix = upper(packed, dimension)
-    return matrix.add_(matrix.triu(1).T)
+    for start in range(0, dimension, 256):  # mirrored in blocks, so that there is no second matrix
+        stop = start + 256
+        block = matrix[start:stop, start:stop]
+        block.add_(block.triu(1).T)
+        matrix[stop:, start:stop] = matrix[start:stop, stop:].T
+    return matrix
 
 
 def upper(packed: Tensor, dimension: int) -> Tensor:
     """The upper triangle of a packed one, below it zero."""
-    flat = packed.new_zeros(dimension * dimension)
-    flat[_triangle(dimension, packed.device)] = packed
-    return flat.view(dimension, dimension)
+    matrix = packed.new_zeros(dimension, dimension)
+    if packed.device.type != "cpu":
+        row, column = torch.triu_indices(dimension, dimension, device=packed.device)
+        matrix[row, column] = packed
+        return matrix
+    for place, part in enumerate(packed.split(list(range(dimension, 0, -1)))):
+        matrix[place, place:] = part
+    return matrix
 
 
 def diagonal(dimension: int) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unskew.packing import pack, unpack
 from unskew.statistics import FeatureStats
 
 GRID = torch.logspace(-8, 2, 41, dtype=torch.float64)  # ridges to choose from, in units of the mean squared feature
@@ -24,14 +25,15 @@ def solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     is always zero, fewer examples than features; noise that was added), the solution of least norm is taken, from
     eigenvalues above d * eps * the largest.
     """
-    matrix = gram
-    matrix.diagonal().add_(ridge)
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    tolerance = len(matrix) * torch.finfo(matrix.dtype).eps
-    pivots = factor.diagonal() ** 2
-    if not failed and pivots.min() > tolerance * matrix.diagonal().max():
-        return torch.cholesky_solve(cross, factor)
-    values, vectors = torch.linalg.eigh(matrix)
+    gram.diagonal().add_(ridge)
+    kept, largest, lower = pack(gram), gram.diagonal().max(), gram.T
+    failed = torch.zeros((), dtype=torch.int32, device=gram.device)
+    torch.linalg.cholesky_ex(lower, out=(lower, failed))  # in place: half a matrix is kept instead of a second one
+    tolerance = len(gram) * torch.finfo(gram.dtype).eps
+    if not failed and (lower.diagonal() ** 2).min() > tolerance * largest:
+        half = torch.linalg.solve_triangular(lower, cross, upper=False)
+        return torch.linalg.solve_triangular(lower.T, half, upper=True)
+    values, vectors = torch.linalg.eigh(unpack(kept, len(gram)))
     inverse = torch.where(values > tolerance * values[-1], 1 / values, 0.0)
     return vectors @ (inverse[:, None] * (vectors.T @ cross))
 

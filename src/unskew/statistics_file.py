@@ -378,6 +378,7 @@ def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> None:
         if kind in ("second", "scatter"):
             count, first = arrived[f"{prefix}count"], arrived[f"{prefix}first"]
             second = _decoded(whole, count, first, form, given, arrived.get(f"{prefix}spread"))
+            del whole, piece, arrived[name]
             if into.form != "none":
                 _check_second(f"{where}: {prefix}", second, count, first, form, given, head.privacy)
                 _add(into, second, None, sign)
@@ -458,18 +459,24 @@ def _check_second(
         raise DataError(f"{where} second is not zero{label}, of which count is 0")
     if privacy is not None or form == "none":
         return
-    scatter = second - _of_means(count, first, form)
-    precision = _rounding(form, precision)
-    squares, spread = (
-        (value if form == "diagonal" else value[diagonal(first.shape[-1])]) for value in (second, scatter)
-    )
+    precision, d = _rounding(form, precision), first.shape[-1]
+    if form == "diagonal":
+        squares, spread = second, second - _of_means(count, first, form)
+    else:  # all in one matrix, of which only the upper triangle is used
+        matrix = upper(second, d)
+        squares, spread = matrix.diagonal().clone(), matrix.diagonal()
+        mean = first / count.clamp(min=1)[..., None]
+        matrix.addr_(first, mean, alpha=-1) if form == "class" else matrix.addmm_(first.T, mean, alpha=-1)
+        del mean  # as large as the sums; large moments are to be checked in little more memory than they have
     slack = 1e-6 + 4 * STEP[precision]
     if (spread < -slack * squares.abs()).any() or (squares < 0).any():
         raise DataError(f"{where} second is smaller than the square of first allows: no features have such moments")
     if form == "diagonal":
         return
     scale = torch.where(squares > 0, squares, 1.0).rsqrt()
-    matrix = upper(scatter, len(squares)).mul_(scale).mul_(scale[:, None])
-    matrix.diagonal().add_(1e-9 + 1.1 * len(squares) * STEP[precision])  # no rounding can do more than that
-    if torch.linalg.cholesky_ex(matrix, upper=True).info:
+    matrix.mul_(scale).mul_(scale[:, None])
+    matrix.diagonal().add_(1e-9 + 1.1 * d * STEP[precision])  # no rounding can do more than that
+    failed, lower = torch.zeros((), dtype=torch.int32, device=matrix.device), matrix.T
+    torch.linalg.cholesky_ex(lower, out=(lower, failed))  # in place
+    if failed:
         raise DataError(f"{where} second is not positive semidefinite: no features have such moments")
