@@ -230,7 +230,10 @@ def root(covariance: Tensor) -> Tensor:
     variances by 1e-11 of their mean, far below what float32 can see, is tried before.
     """
     for jitter in (0.0, 1e-11, 1e-9) if len(covariance) > 256 else (0.0,):
-        raised = covariance + jitter * covariance.diagonal().mean() * torch.eye(len(covariance)).to(covariance)
+        raised = covariance
+        if jitter:
+            raised = covariance.clone()
+            raised.diagonal().add_(jitter * covariance.diagonal().mean())
         factor, failed = torch.linalg.cholesky_ex(raised)
         if not failed and torch.isfinite(factor).all():
             return factor

@@ -300,7 +300,8 @@ class FeatureStats:
         mean = self.first[label] / count
         if self.form == "diagonal":
             return torch.diag((self.second[label] - count * mean**2).clamp(min=0) / (count - 1))
-        return (unpack(self.second[label], self.dimension) - count * torch.outer(mean, mean)) / (count - 1)
+        matrix = unpack(self.second[label], self.dimension)
+        return matrix.sub_(torch.outer(mean, mean).mul_(count)).div_(count - 1)
 
     @property
     def covariance(self) -> Tensor:
