@@ -163,7 +163,7 @@ def evaluate(
         check_free(out, force)
     import torch
 
-    from unskew.evaluate import Scores, check_width
+    from unskew.evaluate import Scores, scored
     from unskew.heads_file import answer_of, read_heads
     from unskew.models import evaluating, linear
     from unskew.statistics import holding_out
@@ -173,19 +173,16 @@ def evaluate(
         note(f"the answer tells how many examples of each class each head of {heads} gets right, and nothing else")
     modules, digest = read_heads(heads, model) if heads else ({"model": model.classifier}, "")
     classes = linear(next(iter(modules.values()))).out_features
-    found = {name: torch.zeros(classes * classes, dtype=torch.int64) for name in modules}
+    scores = {name: Scores(torch.zeros(classes, classes, dtype=torch.int64)) for name in modules}
     with bar("scoring", data.examples, as_json) as progress, evaluating(model), torch.no_grad():
         for x, y, held in holding_out(_counted(_on(data.batches(), given["device"]), progress), hold_out or 0.0):
-            z, rows = model.features(x), held if hold_out else torch.ones_like(held)
+            z = model.features(x)
+            rows = (held if hold_out else torch.ones_like(held)).to(z.device)
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 raise DataError(f"{given['data']}: labels lie in {int(y.min())}..{int(y.max())}, but the model has "
                                 f"{classes} classes")  # fmt: skip
             for name, head in modules.items():
-                logits = head.to(z.device)(z)
-                check_width(logits, classes)
-                pairs = (y.cpu() * classes + logits.argmax(1).cpu())[rows]
-                found[name] += torch.bincount(pairs, minlength=classes * classes)
-    scores = {name: Scores(count.view(classes, classes)) for name, count in found.items()}
+                scores[name] += scored(head.to(z.device)(z)[rows], y[rows], classes)
     total = next(iter(scores.values())).confusion.sum(1)
     if not total.sum() > 0:
         raise DataError(f"{given['data']}: there are no examples to score")
@@ -251,15 +248,9 @@ def check_free(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
 
 def checked_device(name: str) -> str:
     """The name of a device that is there."""
-    import torch
+    from unskew.engine import check_device
 
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise UsageError(f"device is {name!r}: allowed are cpu, cuda, cuda:1, mps") from None
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not there.get(kind, False):
-        raise UsageError(f"device is {name!r}, which is not there: leave it out for the CPU")
+    check_device(name, "cpu, cuda, cuda:N and mps")
     return name
 
 

@@ -461,3 +461,14 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def check_device(device: str, allowed: str = "cpu, cuda and cuda:N") -> None:
+    """Refuse a device of another kind than is `allowed`, and one that is not there."""
+    try:
+        if torch.device(device).type not in allowed:
+            raise RuntimeError(f"allowed are {allowed}")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device is {device!r}, which can't be used here ({reason}): try cpu") from None

@@ -55,13 +55,18 @@ def batches(
 
 def score(model: nn.Module, inputs: Iterable[tuple[Tensor, Tensor]], classes: int) -> Scores:
     """Score a model in eval mode; every module's mode is as before afterwards."""
-    confusion = torch.zeros(classes * classes, dtype=torch.int64)
+    total = Scores(torch.zeros(classes, classes, dtype=torch.int64))
     with evaluating(model), torch.no_grad():
         for x, y in inputs:
-            logits = model(x)
-            check_width(logits, classes)
-            confusion += torch.bincount((y * classes + logits.argmax(1)).cpu(), minlength=classes * classes)
-    return Scores(confusion.view(classes, classes))
+            total += scored(model(x), y, classes)
+    return total
+
+
+def scored(logits: Tensor, y: Tensor, classes: int) -> Scores:
+    """The scores of one batch."""
+    check_width(logits, classes)
+    pairs = torch.bincount((y * classes + logits.argmax(1)).cpu(), minlength=classes * classes)
+    return Scores(pairs.view(classes, classes))
 
 
 def check_width(logits: Tensor, classes: int) -> None:

@@ -207,20 +207,24 @@ def save_weights(path: str | Path, tree: Mapping[str, Tensor], metadata: dict[st
     save_tree(Path(path), tree, metadata)
 
 
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as a safetensors file does; refused if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(9)[8:] == b"{"  # behind the length of the header
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise DataError(f"{path}: can't be read ({error.strerror})") from None
+
+
 def read_weights(path: str | Path) -> Tree:
     """The tensors in a file: safetensors, or a state dict that torch.save wrote; nothing else is unpickled.
 
     A state dict may stand under "state_dict", "model_state_dict" or "model", among other plain values.
     """
     path = Path(path)
-    try:
-        with path.open("rb") as file:
-            start = file.read(9)
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror})") from None
-    if start[8:] == b"{":  # behind the length of the header
+    if is_safetensors(path):
         return load_tree(path)[0]
     remedy = "Save the weights alone: torch.save(model.state_dict(), path), or as safetensors"
     try:

@@ -26,7 +26,7 @@ from unskew.optim import SGD
 from unskew.packing import pack
 from unskew.ridge import equations, solve, strength
 from unskew.statistics import FeatureStats, added, weights_digest
-from unskew.transforms import Transform
+from unskew.transforms import Transform, front_of
 from unskew.variants import NormalisedLinear
 
 log = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ class Calibrator:
             if not prior.sum() > 0:
                 raise UsageError("prior gives nothing to the classes that have examples: give them a share")
             prior = prior / prior.sum()
-        before = [part.name for part in classifier.modules() if isinstance(part, Transform)]
-        if width != old.in_features or ("+".join(before) or "identity") not in ("identity", self.front):
+        if width != old.in_features or front_of(classifier) not in ("identity", self.front):
             # the old one works on other features than the new one will: nothing of it can stay
             old = linear_of(old.weight.new_zeros(old.out_features, width), None if old.bias is None else old.bias * 0)
         made = self.fit(Task(stats, old, generator, prior, features, sites))

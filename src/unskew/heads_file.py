@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
-from unskew.foreign import exported, load_module, put_weights, read_weights, save_weights
+from unskew.foreign import exported, is_safetensors, load_module, put_weights, read_weights, save_weights
 from unskew.heads import behind, plain
 from unskew.models import Split, linear_of, networks
-from unskew.results import load_sealed, load_tree, save_sealed, seal
+from unskew.results import load_sealed, metadata_of, save_sealed, seal
 from unskew.statistics import FeatureStats, Origin, weights_digest
-from unskew.transforms import Transform
+from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
 
 OLD = "old"  # the name of the head that the model has
@@ -92,10 +92,7 @@ def example_of(origin: Origin) -> Tensor | None:
 
 def _about(path: Path) -> dict[str, Any]:
     """What stands in the metadata of a calibrated model; nothing, for other weights."""
-    with path.open("rb") as file:
-        if file.read(9)[8:] != b"{":
-            return {}
-    text = load_tree(path)[1].get("calibrated")
+    text = metadata_of(path).get("calibrated") if is_safetensors(path) else None
     try:
         about = json.loads(text) if text else {}
         if not about:
@@ -127,15 +124,15 @@ def _resize(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
 
 def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: FeatureStats) -> str:
     """Write a calibrated model's weights under the names of the module it was cut from; says how to load them."""
-    front = [part.name for part in model.classifier.modules() if isinstance(part, Transform)]
+    front = front_of(model.classifier)
     layer = "classifier" if isinstance(module, Split) else model.layer
-    about = {"layer": layer, "transform": "+".join(front) or "identity", "calibrator": name,
+    about = {"layer": layer, "transform": front, "calibrator": name,
              "examples": int(stats.count.sum()), "labels": stats.origin.labels}  # fmt: skip
     tree = rejoined(model, module)
     save_weights(path, tree, {"calibrated": json.dumps(about)})
     own = module.state_dict()
-    if front:
-        return f"its classifier stands behind the transform {about['transform']}: plain torch needs --export"
+    if front != "identity":
+        return f"its classifier stands behind the transform {front}: plain torch needs --export"
     if any(name not in own or own[name].shape != value.shape for name, value in tree.items()):
         shape = tuple(tree[f"{layer}.weight"].shape)
         return f"{layer} has the shape {shape} now: build the model so before loading it in plain torch"
@@ -165,7 +162,7 @@ def write_heads(path: Path, model: Split, made: Mapping[str, nn.Module]) -> None
         tree[f"{name}/weight"] = layer.weight
         if layer.bias is not None:
             tree[f"{name}/bias"] = layer.bias
-        fronts[name] = "+".join(part.name for part in head.modules() if isinstance(part, Transform)) or "identity"
+        fronts[name] = front_of(head)
     save_sealed(path, tree, {"heads": json.dumps(fronts), "weights": weights_digest(model)})
 
 

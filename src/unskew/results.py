@@ -67,11 +67,23 @@ def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] |
 
 def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:
     """The tensors and the metadata of a safetensors file, or a refusal that names the file."""
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """The metadata alone: no tensor is read."""
+    with _opened(path) as file:
+        return file.metadata() or {}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            yield file
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
     except (SafetensorError, OSError) as error:

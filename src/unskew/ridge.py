@@ -97,6 +97,6 @@ def _cross_validated(values: Tensor, turned: Tensor, n: float, share: Tensor, gr
     real = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
     explained = (turned[real] ** 2).sum(1) / values[real]  # (rank,) of the squared labels, by each direction
     left = max(n - float(real.sum()) - float(share.any()), 0.0)
-    outside = (n * (1 - (share**2).sum()) - explained.sum()).clamp(min=0) if left else torch.zeros_like(n * share.sum())
+    outside = (n * (1 - (share**2).sum()) - explained.sum()).clamp(min=0) if left else share.new_zeros(())
     shrunk = grid[:, None] / (values[real] + grid[:, None])  # (ridges, rank)
     return (shrunk**2 @ explained + outside) / (shrunk.sum(1) + left) ** 2

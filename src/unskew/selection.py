@@ -1,8 +1,8 @@
 """Which calibrator: by name, by what statistics allow, by the answers of the sites; and what to expect of it.
 
 `calibrators` are all there are. `calibrator_of("auto", ...)` takes the one that did best by measurement with statistics
-of that form (results/calibrators.md). `separation` is the forecast of CCVR 5.4. `Answer`s are what sites say of
-candidate heads on examples of their own; `chosen` keeps the old head unless another is better.
+of that form (results/calibrators.md). `separation` is the forecast of CCVR 5.4. `chosen` takes the best of several
+heads by what the sites have counted on examples of their own, and keeps the old one unless another is better.
 """
 
 from __future__ import annotations

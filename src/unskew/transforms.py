@@ -81,6 +81,11 @@ class Transform(nn.Module):
         return self.name
 
 
+def front_of(classifier: nn.Module) -> str:
+    """The name of the transform that stands before the linear layer of a classifier."""
+    return "+".join(part.name for part in classifier.modules() if isinstance(part, Transform)) or "identity"
+
+
 Numbers = tuple[float, ...]
 
 

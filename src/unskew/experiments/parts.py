@@ -17,7 +17,7 @@ from unskew.cutting import split
 from unskew.data import Dataset, load
 from unskew.dispatch import train_on_lanes
 from unskew.download import Progress
-from unskew.engine import threads
+from unskew.engine import check_device, threads
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, check_training, oracle
@@ -163,15 +163,9 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
     device = experiment.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        if torch.device(device).type not in ("cpu", "cuda"):
-            raise RuntimeError("allowed are cpu, cuda and cuda:N")
-        torch.empty(0, device=device)
-        if torch.device(device).type == "cuda" and torch.device(device).index is not None:
-            torch.cuda.set_device(device)  # streams and graphs are made on torch's current GPU
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"device is {device!r}, which can't be used here ({reason}): try cpu") from None
+    check_device(device)
+    if torch.device(device).type == "cuda" and torch.device(device).index is not None:
+        torch.cuda.set_device(device)  # streams and graphs are made on torch's current GPU
     name = AUTO_MODELS[data.channels != 1] if experiment.model == "auto" else experiment.model
     experiment = replace(experiment, device=device, model=name, calibrate=_calibrate(experiment))
     model = method.variant(network_of(experiment, data), generator(experiment.seed, "variant"))
