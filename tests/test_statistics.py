@@ -221,3 +221,16 @@ def test_float32_features_are_summed_in_float64():
     for label in range(4):
         reference = np.cov(z[y == label].double().numpy().T)
         assert stats.covariance_of(label) == pytest.approx(reference, rel=1e-8, abs=1e-8)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", FORMS)
+def test_statistics_collected_on_a_gpu_are_those_of_a_cpu(form):
+    draw = torch.Generator().manual_seed(0)
+    model = Split(nn.Linear(5, 7), nn.Linear(7, 4)).double()
+    x, y = torch.randn(300, 5, generator=draw, dtype=torch.float64), torch.randint(4, (300,), generator=draw)
+    here = collect(model, zip(x.split(64), y.split(64), strict=True), 4, form, held_out=0.3)
+    model.cuda()
+    there = collect(model, zip(x.cuda().split(64), y.cuda().split(64), strict=True), 4, form, held_out=0.3).to("cpu")
+    for mine, theirs in zip(here.tensors, there.tensors, strict=True):
+        torch.testing.assert_close(theirs, mine, rtol=1e-12, atol=1e-9)

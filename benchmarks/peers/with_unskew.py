@@ -20,11 +20,12 @@ from unskew.simulate import Round, Training, rounds_of
 from unskew.workers import known_engines
 
 
-def rounds(run: Training, engine: str, lanes: int | None, precision: str) -> Iterator[Round]:
+def rounds(run: Training, given: argparse.Namespace, precision: str) -> Iterator[Round]:
     """The rounds of a training by an engine, or on lanes."""
-    if engine == "lanes":
-        return (round for _, round in train_on_lanes([run], lanes=lanes, precision=precision))
-    return rounds_of(run, known_engines[engine])
+    if given.engine == "lanes":
+        options = {"lanes": int(given.lanes or 0) or None, "form": given.form or None, "precision": precision}
+        return (round for _, round in train_on_lanes([run], **options))
+    return rounds_of(run, known_engines[given.engine])
 
 
 def measure(benchmark: Benchmark, images: Images, given: argparse.Namespace) -> tuple[Clock, nn.Module, str]:
@@ -38,7 +39,7 @@ def measure(benchmark: Benchmark, images: Images, given: argparse.Namespace) -> 
         momentum=0.0, weight_decay=0.0, fraction=benchmark.cohort / benchmark.users,
     )  # fmt: skip
     clock = Clock(benchmark)
-    for round in rounds(run, given.engine, int(given.lanes) if given.lanes else None, benchmark.precision):
+    for round in rounds(run, given, benchmark.precision):
         if clock.due(round.number - 1):
             tests = batches(data, test=True, size=benchmark.evaluation_batch)
             score(installed(model, round.params), tests, data.classes)
@@ -49,4 +50,4 @@ def measure(benchmark: Benchmark, images: Images, given: argparse.Namespace) -> 
 
 
 if __name__ == "__main__":
-    answer(measure, "--engine", "--lanes")
+    answer(measure, "--engine", "--lanes", "--form")

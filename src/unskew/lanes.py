@@ -90,7 +90,7 @@ Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its f
 
 
 FORMS = ("grouped", "fused", "apart")
-LARGE = 1_000_000  # parameters of a network that fills a GPU by itself
+LARGE = 2_000_000  # parameters of a network that fills a GPU by itself
 
 
 def form_of(run: Training, precision: str) -> str:
@@ -205,7 +205,7 @@ class Lanes:
         }  # fmt: skip
         self.forms = {name: Rows(form, like, count) for name, form in forms.items()}
         self.kept = Rows(client.tree(), like)
-        plans = (count, longest, run.batch)
+        plans = (count, 1 << (longest - 1).bit_length(), run.batch)  # few shapes: a compiled step is found again
         self.buffers: Buffers = {
             **{name: form.flat for name, form in self.forms.items()}, "loss": like.new_zeros(count),
             "position": torch.zeros(count, dtype=torch.int64, device=self.device),
