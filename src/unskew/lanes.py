@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -35,7 +36,7 @@ from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import derive
 from unskew.simulate import Training
-from unskew.tree import Tree, pick, rows, under
+from unskew.tree import Tree, each, pick, rows, under
 
 # ---------------------------------------------------------------------------------------------- trees as rows
 
@@ -75,6 +76,15 @@ class Rows:
         for name, view in self.trees(made).items():
             view.copy_(tree[name])
         return made
+
+    def joined(self, tree: Tree) -> Tensor:
+        """Stacked trees as rows, like `packed`, but in one expression, which a compiler writes in one pass."""
+        rooms = [*(start for start, _ in self.places.values()), self.width][1:]
+        parts = [
+            F.pad(tree[name].reshape(len(tree[name]), -1), (0, room - end))
+            for (name, (_, end)), room in zip(self.places.items(), rooms, strict=True)
+        ]
+        return torch.cat(parts, 1)
 
     def write(self, row: int, tree: Tree) -> None:
         """Copy the values of some names into a row."""
@@ -128,14 +138,14 @@ def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) 
         progress = position / given["count"]
         with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=autocast):
             if form == "apart":
-                local, batch, context, progress, sgd = _only(local, batch, context, progress, sgd)
-                after = step(local, batch, context, progress, sgd)
+                one = step(*_only(local, batch, context, progress, sgd))
+                model, velocity, steps = (each(lambda value: value[None], tree) for tree in one[:3])
+                after = Local(model, velocity, steps, one.loss[None])
             else:
                 after = stepped(local, batch, context, progress, sgd)
-        for name, old, new in zip(("model", "velocity", "steps"), local[:3], after[:3], strict=True):
-            for key, value in new.items():
-                if value is not old[key]:
-                    trees[name][key].copy_(value)
+        for name, tree in zip(("model", "velocity", "steps"), after[:3], strict=True):
+            if tree:
+                lanes[name].copy_(forms[name].joined(tree))  # as a whole: a compiler makes long work of many views
         lanes["loss"].copy_(after.loss)
         position.add_(1).clamp_(max=lanes["rows"].shape[1] - 1)  # a lane without a client stays inside its plan
 
