@@ -1,5 +1,8 @@
 """Plans, networks and what surrounds a local step."""
 
+import platform
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -251,3 +254,24 @@ def test_the_server_s_learning_rate_counts(ragged):
 
 def test_dropout_differs_between_rounds_and_clients(ragged):
     assert len({plan(torch.arange(5), 2, 0, number, id).noise for number in (1, 2) for id in (0, 1)}) == 4
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_large_tensors_get_the_pages_of_those_before_them():
+    """Counted in a process of its own, since it can't be undone."""
+    program = """
+import resource, torch
+from unskew.engine import keep_pages
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        torch.ones(10_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+fresh = faults()
+keep_pages()
+faults()
+print(fresh, faults())
+"""
+    told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    fresh, kept = map(int, told.split())
+    assert kept < fresh / 20

@@ -41,6 +41,7 @@ from unskew.simulate import Diverged, Round, Training
 from unskew.timetable import Add, Load, Move, Step, Usage, Visit, bound, choose, ladder_of, schedule
 from unskew.tree import Tree, each, pick, prefix, rows, under
 
+PIECES = 64  # of work that the plans of a round are made in, at least
 COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
 
 # ---------------------------------------------------------------------------------------------- who shares
@@ -220,7 +221,7 @@ class Carrier:
         self.servers, self.states = (lanes.forms[name].more(len(runs)) for name in ("server", "state"))
         self.kept: dict[tuple[int, int], Tensor] = {}  # what clients keep, as rows on the host
         self.finished: list[list[Finished]] = [[] for _ in runs]  # in the rounds under way
-        self.plans: dict[tuple[int, int, int], Future[Tree]] = {}
+        self.plans: dict[tuple[int, int, int], tuple[Future[list[Tree]], int]] = {}  # by run, round and place
         self.pending: deque[Settled] = deque()
         self.diverged: dict[int, Diverged] = {}
         self.began = [time.perf_counter()] * len(runs)
@@ -246,9 +247,12 @@ class Carrier:
 
     def _ahead(self, run: int, round: int) -> None:
         """Let threads make the plans of a round while the device works."""
-        for place, id in enumerate(self.cohorts[run][round] if round < len(self.cohorts[run]) else ()):
-            work = self.runs[run], self.first[run] + round, id, self.cuda
-            self.plans[run, round, place] = self.pool.submit(_planned, *work)
+        ids = self.cohorts[run][round] if round < len(self.cohorts[run]) else []
+        together = max(1, len(ids) // PIECES)
+        for first in range(0, len(ids), together):
+            some = ids[first : first + together]
+            made = self.pool.submit(_planned, self.runs[run], self.first[run] + round, some, self.cuda)
+            self.plans.update(((run, round, first + place), (made, place)) for place in range(len(some)))
 
     # ------------------------------------------------------------------------------------------ clients come and go
 
@@ -265,7 +269,8 @@ class Carrier:
             training = self.runs[visit.run]
             sgd = training.sgd(self.first[visit.run] + visit.round)
             given.append({**training.algorithm.numbers, **sgd._asdict(), "count": visit.steps})
-        plans = [self.plans.pop((visit.run, visit.round, visit.place)).result() for visit in visits]
+        planned = [self.plans.pop((visit.run, visit.round, visit.place)) for visit in visits]
+        plans = [made.result()[place] for made, place in planned]
         of = self.lanes.sent(torch.tensor([visit.run for visit in visits]))
         places = [lane for lane, _ in loads]
         self.lanes.load(places, self.servers.flat[of], self.states.flat[of], kept, given, plans)
@@ -416,8 +421,11 @@ def _itself(round: Round) -> Round:
     return round
 
 
-def _planned(run: Training, number: int, id: int, pinned: bool) -> Tree:
-    """A client's plan as the lanes take it."""
-    todo = run.plan(number, id, on_host=True)
-    parts: Tree = {"rows": todo.rows.to(torch.int32), **(todo.crops._asdict() if todo.crops else {})}
-    return each(Tensor.pin_memory, parts) if pinned and len(todo.rows) > SHORT else parts
+def _planned(run: Training, number: int, ids: Sequence[int], pinned: bool) -> list[Tree]:
+    """Plans of some clients as the lanes take them."""
+    made = []
+    for id in ids:
+        todo = run.plan(number, id, on_host=True)
+        parts: Tree = {"rows": todo.rows.to(torch.int32), **(todo.crops._asdict() if todo.crops else {})}
+        made.append(each(Tensor.pin_memory, parts) if pinned and len(todo.rows) > SHORT else parts)
+    return made

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,14 +57,20 @@ def plan(
     size = len(indices)
     per_epoch, count = -(-size // batch), step_count(size, batch, epochs, steps)
     passes = -(-count // per_epoch)
-    order = torch.stack([torch.randperm(size, generator=draw) for _ in range(passes + 1)])  # one more fills the last
-    gap = per_epoch * batch - size
-    filled = torch.cat([order[:-1], order[1:].repeat(1, -(-gap // size))[:, :gap]], 1)
-    chosen = filled.view(-1, batch)[:count]  # (T, B)
+    orders = torch.cat([torch.randperm(size, generator=draw) for _ in range(passes + 1)])  # one more fills the last
+    chosen = orders.take(_places(size, batch, passes)[:count])  # (T, B)
     crops = draw_crops(tuple(chosen.shape), draw) if augment else None
     if crops is not None:
         crops = Crops(*(part.to(indices.device) for part in crops))
-    return Plan(indices[chosen.to(indices.device)], crops, derive(seed, "noise", round, client))
+    return Plan(indices.take(chosen.to(indices.device)), crops, derive(seed, "noise", round, client))
+
+
+@functools.lru_cache(32)  # many clients hold as many examples as others
+def _places(size: int, batch: int, passes: int) -> Tensor:
+    """Where the examples of each batch stand in `passes` permutations of `size` examples and one more: (T, B)."""
+    first = size * torch.arange(passes)[:, None]  # of each permutation
+    fill = torch.arange(-size % batch) % size  # from the front of the next one
+    return torch.cat([first + torch.arange(size), first + size + fill], 1).view(-1, batch)
 
 
 def step_count(examples: int, batch: int, epochs: int, steps: int | None) -> int:
@@ -461,6 +469,21 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@functools.cache
+def keep_pages() -> None:
+    """Let the C library keep the memory of large tensors for the next ones, in this process and those it forks.
+
+    Otherwise it asks the system for fresh pages each time, which takes as long as a small network's arithmetic. Only
+    glibc can be told so.
+    """
+    try:
+        told = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # another C library
+        return
+    for setting, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):  # M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
+        told(setting, value)
 
 
 def check_device(device: str, allowed: str = "cpu, cuda and cuda:N") -> None:

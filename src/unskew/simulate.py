@@ -29,6 +29,7 @@ from unskew.engine import (
     batched,
     enter,
     installed,
+    keep_pages,
     network,
     noted,
     plan,
@@ -228,6 +229,8 @@ def train(
 
 def rounds_of(run: Training, engine: Engine | Trainer, resume: Round | None = None) -> Generator[Round, None, None]:
     """The rounds of a training, by an engine."""
+    if run.federation.data.y.device.type == "cpu":
+        keep_pages()
     if isinstance(engine, Trainer):
         yield from engine.rounds(run, resume)
         return
