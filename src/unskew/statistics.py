@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -397,6 +398,7 @@ def added(parts: Iterable[FeatureStats]) -> FeatureStats:
 # ---------------------------------------------------------------------------------------------- from a model
 
 ROWS, BYTES = 4096, 8 * 2**20  # of features that wait to be added together: fewer, larger products
+ON_GPU = 16  # times as many on a GPU, where each product is a call of its own
 
 
 def collect(
@@ -420,26 +422,32 @@ def collect(
     expect("model", model, Split, "cut it first: split(module, example)")
     width = Transform(transform).width(model.dimension)
     total = FeatureStats.zero(classes, width, form, transform, bool(held_out))
-    origin = replace(origin or Origin(), layer=model.layer, weights=weights_digest(model))
+    origin = replace(origin or Origin(), layer=model.layer)
     waiting: list[tuple[Tensor, Tensor, Tensor]] = []
     shapes: set[tuple[tuple[int, ...] | None, str | None]] = set()
     rows = max(64, min(ROWS, BYTES // (8 * max(width, model.dimension))))
-    with evaluating(model), torch.no_grad():
+
+    def include() -> None:
+        z, y, held = map(torch.cat, zip(*waiting, strict=True))
+        total._include(z, y.to(z.device), held.to(z.device) if held_out else None)
+        waiting.clear()
+
+    with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        digest = pool.submit(weights_digest, model)
         for x, y, held in holding_out(batches, held_out):
             z = model.features(x)
             z = z.cpu() if z.device.type == "mps" else z  # which has no float64
             total = total.to(z.device)
-            waiting.append((z, y.to(z.device), held.to(z.device)))
-            if sum(len(part[0]) for part in waiting) >= rows:
-                total._include(*map(torch.cat, zip(*waiting, strict=True)))
-                waiting = []
+            waiting.append((z, y, held))
+            if sum(len(part[0]) for part in waiting) >= rows * (ON_GPU if z.is_cuda else 1):
+                include()
             shapes.add((tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) if _one_shape(x) else (None, None))
+        if waiting:
+            include()
     if len(shapes) == 1:
         shape, kind = shapes.pop()
         origin = replace(origin, input_shape=shape, input_dtype=kind)
-    if waiting:
-        total._include(*map(torch.cat, zip(*waiting, strict=True)))
-    return replace(total, origin=origin)
+    return replace(total, origin=replace(origin, weights=digest.result()))
 
 
 def _one_shape(x: Any) -> bool:
