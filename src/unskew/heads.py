@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -207,17 +208,26 @@ def _right(head: nn.Linear, z: Tensor, y: Tensor) -> float:
 def virtual_features(
     stats: FeatureStats, numbers: list[int], generator: torch.Generator, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: `numbers[c]` draws from the Gaussian of each class c, made in float64; their labels. (M, d), (M,)
+    """Algorithm 1: `numbers[c]` draws from the Gaussian of each class c, and their labels. (M, d), (M,)
 
-    One class is drawn at a time, so that hardly more memory is needed than they have in the end.
+    Noise and factors are made in float64. One class is drawn at a time, while the next one's factor is made, so that
+    hardly more memory is needed than all draws have in the end.
     """
     device, mean = stats.first.device, stats.mean
     labels = torch.arange(len(numbers), device=device).repeat_interleave(torch.tensor(numbers, device=device))
     drawn = torch.empty(len(labels), stats.dimension, dtype=dtype, device=device)
-    for label, (number, part) in enumerate(zip(numbers, drawn.split(numbers), strict=True)):
-        if number:
-            noise = torch.randn(number, stats.dimension, generator=generator, dtype=torch.float64).to(device)
-            part.copy_(mean[label] + noise @ root(stats.covariance_of(label)).T)
+    parts = [(label, part) for label, part in enumerate(drawn.split(numbers)) if len(part)]
+
+    def factor(at: int) -> Tensor | None:
+        return root(stats.covariance_of(parts[at][0])).to(dtype) if at < len(parts) else None
+
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(factor, 0)
+        for at, (label, part) in enumerate(parts):
+            noise = torch.randn(part.shape, generator=generator, dtype=torch.float64).to(device, dtype)
+            now, following = following.result(), pool.submit(factor, at + 1)
+            assert now is not None
+            part.copy_(mean[label]).addmm_(noise, now.T)
     return drawn, labels
 
 
@@ -245,7 +255,7 @@ Slope = Callable[[Tensor, Tensor], Tensor]  # logits, one-hot labels -> gradient
 
 def softmax_slope(logits: Tensor, targets: Tensor) -> Tensor:
     """The slope of the cross entropy, by hand: several times faster than autograd here."""
-    return (logits.softmax(1) - targets) / len(logits)
+    return logits.softmax(1).sub_(targets).div_(len(logits))
 
 
 def retrain(
@@ -256,23 +266,24 @@ def retrain(
 
     The last batch of an epoch may be short.
     """
-    weight = old.weight.detach().clone()
-    if old.bias is not None:  # as a last column, whose feature is 1
-        weight = torch.cat([weight, old.bias.detach()[:, None]], 1)  # (C, d + 1)
+    values = [part.detach().clone() for part in (old.weight, old.bias) if part is not None]
+    weight, bias = values[0], values[1] if len(values) > 1 else old.weight.new_zeros(old.out_features)
+    velocities = [torch.zeros_like(value) for value in values]
     every = torch.arange(old.out_features, device=y.device)
-    velocity = torch.zeros_like(weight)
     for _ in range(epochs):
         order = torch.randperm(len(z), generator=generator).to(z.device)
-        for rows in order.split(64 * batch):  # gathered together, since each operation has its cost
-            block = z[rows]
-            if old.bias is not None:
-                block = torch.cat([block, block.new_ones(len(block), 1)], 1)
-            targets = (y[rows, None] == every).to(block)
+        for rows in order.split(16 * batch):  # gathered together, since each operation has its cost
+            block, targets = z[rows], (y[rows, None] == every).to(z)
             for some, wanted in zip(block.split(batch), targets.split(batch), strict=True):
-                grad = slope(some @ weight.T, wanted).T @ some + sgd.weight_decay * weight
-                velocity.mul_(sgd.momentum).add_(grad)
-                weight.sub_(velocity, alpha=sgd.lr)
-    return linear_of(weight[:, : old.in_features], None if old.bias is None else weight[:, -1])
+                slopes = slope(torch.addmm(bias, some, weight.T), wanted)
+                for value, velocity in zip(values, velocities, strict=True):
+                    velocity.mul_(sgd.momentum).add_(value, alpha=sgd.weight_decay)
+                velocities[0].addmm_(slopes.T, some)
+                if old.bias is not None:
+                    velocities[1].add_(slopes.sum(0))
+                for value, velocity in zip(values, velocities, strict=True):
+                    value.sub_(velocity, alpha=sgd.lr)
+    return linear_of(weight, None if old.bias is None else bias)
 
 
 # ---------------------------------------------------------------------------------------------- FFC

@@ -302,7 +302,8 @@ class FeatureStats:
         if self.form == "diagonal":
             return torch.diag((self.second[label] - count * mean**2).clamp(min=0) / (count - 1))
         matrix = unpack(self.second[label], self.dimension)
-        return matrix.sub_(torch.outer(mean, mean).mul_(count)).div_(count - 1)
+        root = mean * count.sqrt()
+        return matrix.addr_(root, root, alpha=-1).div_(count - 1)
 
     @property
     def covariance(self) -> Tensor:
