@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from conftest import toy_data, toy_model
 from methods import METHODS, PRODUCT, model_for
 from test_equivalence import gap
 from unskew.algorithms import fedavg, fedavgm, fednova, fedprox, keep_local, moon, scaffold
+from unskew.data import dataset
 from unskew.dispatch import check_shareable, program, train_on_lanes
 from unskew.engine import sequential
 from unskew.errors import UsageError
 from unskew.heads import ffc
 from unskew.kernels import FusedConv, fused
 from unskew.lanes import Lanes
-from unskew.models import Split, body
+from unskew.models import Split, body, build
 from unskew.optim import cosine
 from unskew.partition import Federation
 from unskew.simulate import Diverged, Round, Training, train
@@ -246,6 +248,7 @@ def spread_runs():
         yield [Training(toy_model("batch"), federation, method, **options, seed=seed) for seed in range(3)]
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_as_one(tmp_path):
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=spread, args=(rank, tmp_path), daemon=True) for rank in range(2)]
@@ -313,19 +316,35 @@ def test_a_precision_that_is_none(ragged):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_compiled_lanes_on_a_gpu_equal_sequential_on_a_cpu():
+@pytest.mark.parametrize("method", [scaffold(3), moon(projection=False)], ids=["scaffold", "moon"])
+def test_compiled_lanes_on_a_gpu_equal_sequential_on_a_cpu(method):
     data = toy_data()
     parts = (torch.arange(0, 20), torch.arange(20, 25), torch.arange(25, 60))
     options = {"rounds": 3, "epochs": 2, "batch": 8, "lr": 0.05, "augment": True}
-    *_, expected = train(toy_model("batch"), Federation(data, parts), scaffold(3), engine=sequential, **options)
+    *_, expected = train(toy_model("batch"), Federation(data, parts), method, engine=sequential, **options)
     there = Federation(data.to("cuda"), tuple(part.cuda() for part in parts))
-    *_, (_, found) = train_on_lanes([Training(toy_model("batch"), there, scaffold(3), **options)], lanes=2)
-    moved = found._replace(
-        params={name: value.cpu() for name, value in found.params.items()},
-        state={name: value.cpu() for name, value in found.state.items()},
-        clients={
-            id: type(client)(*({name: value.cpu() for name, value in tree.items()} for tree in client))
-            for id, client in found.clients.items()
-        },
-    )
-    assert gap(expected, moved) < 1e-9
+    *_, (_, found) = train_on_lanes([Training(toy_model("batch"), there, method, **options)], lanes=2)
+    assert gap(expected, _on_cpu(found)) < 1e-9
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", [fedavg(), moon()], ids=["fedavg", "moon"])
+def test_compiled_lanes_of_the_papers_network_are_near_uncompiled_ones(method):
+    """In bfloat16 and in the fused form, as large runs use it."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (600, 3, 32, 32), generator=draw, dtype=torch.uint8).numpy()
+    data = dataset("random", x, np.arange(600) % 10, x[:10], np.arange(10)).to("cuda")
+    parts = tuple(torch.arange(600, device="cuda").split([300, 40, 260]))
+    model = build("cnn", 10, 3, 32, generator=draw)
+    run = Training(model, Federation(data, parts), method, rounds=2, batch=64, augment=True)
+    options = {"lanes": 2, "form": "fused", "precision": "bfloat16"}
+    plain, compiled = (dict(train_on_lanes([run], compile=compile, **options))[0] for compile in (False, True))
+    assert gap(_on_cpu(plain), _on_cpu(compiled)) < 2e-3
+
+
+def _on_cpu(round):
+    def moved(tree):
+        return {name: value.cpu() for name, value in tree.items()}
+
+    clients = {id: type(client)(*map(moved, client)) for id, client in round.clients.items()}
+    return round._replace(params=moved(round.params), state=moved(round.state), clients=clients)

@@ -128,6 +128,7 @@ def test_an_oracle_that_can_not_be_made_is_refused_before_training(tmp_path: Pat
         next(run(Experiment(calibrate="oracle:epochs=0"), tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_another_folder_and_speaks_ascii(tmp_path: Path):
     draw = np.random.default_rng(0)
     x, y = draw.integers(0, 256, (40, 8, 8)).astype(np.uint8), np.arange(40) % 4

@@ -149,6 +149,7 @@ def test_the_command(small, tmp_path):
     assert "Every base method" in unskew("list", "tables").out
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_table_at_once_and_says_how_to_go_on(tmp_path):
     process = subprocess_of("table", "digits", "--jobs", 2, "--out", tmp_path / "runs", "--write", tmp_path / "t.md")
     until = time.monotonic() + 60

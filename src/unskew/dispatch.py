@@ -128,7 +128,7 @@ def left_of(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[
 
 def most_lanes(run: Training) -> int:
     """As many as pay: a large network fills a GPU with few, and memory with more."""
-    return 64 if run.net.size < LARGE else 16
+    return 64 if run.net.size < 2 * LARGE else 16
 
 
 def ladder(cuda: bool) -> Callable[[int], list[int]]:

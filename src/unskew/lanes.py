@@ -100,7 +100,7 @@ Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its f
 
 
 FORMS = ("grouped", "fused", "apart")
-LARGE = 2_000_000  # parameters of a network that fills a GPU by itself
+LARGE = 1_000_000  # parameters from which on lanes are better apart
 
 
 def form_of(run: Training, precision: str) -> str:
