@@ -562,6 +562,9 @@ def test_a_factory_with_files_beside_it_and_classes_to_be_given(work):
     assert answer.code == 0, answer.err
 
 
+MPS = torch.backends.mps.is_available()
+
+
 def test_odd_requests_get_a_message(work):
     files = collected()
 
@@ -571,7 +574,8 @@ def test_odd_requests_get_a_message(work):
         assert not (work / "y.safetensors").exists()
         return answer.err
 
-    assert "device is 'gpu'" in told("--device", "gpu")
+    assert "device is 'gpu': allowed are cpu, cuda, mps" in told("--device", "gpu")
+    assert "device is 'mps', which can't be used here (there is none): try cpu" in told("--device", "mps") or MPS
     assert "device is 'cuda'" in told("--device", "cuda") or torch.cuda.is_available()
     (work / "absent.txt").write_text("0 0 1 1")
     for calibrator in ("ffc", "lda"):

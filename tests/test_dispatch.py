@@ -336,10 +336,12 @@ def test_compiled_lanes_of_the_papers_network_are_near_uncompiled_ones(method):
     data = dataset("random", x, np.arange(600) % 10, x[:10], np.arange(10)).to("cuda")
     parts = tuple(torch.arange(600, device="cuda").split([300, 40, 260]))
     model = build("cnn", 10, 3, 32, generator=draw)
-    run = Training(model, Federation(data, parts), method, rounds=2, batch=64, augment=True)
+    run = Training(model, Federation(data, parts), method, rounds=2, epochs=4, batch=64, lr=0.05, augment=True)
     options = {"lanes": 2, "form": "fused", "precision": "bfloat16"}
     plain, compiled = (dict(train_on_lanes([run], compile=compile, **options))[0] for compile in (False, True))
-    assert gap(_on_cpu(plain), _on_cpu(compiled)) < 2e-3
+    for name, value in plain.params.items():
+        moved, apart = (value - run.net.tree[name]).abs().max(), (value - compiled.params[name]).abs().max()
+        assert apart < 0.1 * moved
 
 
 def _on_cpu(round):

@@ -38,7 +38,7 @@ def everything(last):
 def gap(first, second):
     a, b = everything(first), everything(second)
     assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+    return torch.stack([(a[name] - b[name]).abs().max() for name in a]).max().item()  # NaN, if one is
 
 
 QUICK = [

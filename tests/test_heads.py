@@ -156,6 +156,14 @@ def test_retraining_equals_the_obvious_loop(bias):
         assert mine.detach().numpy() == pytest.approx(theirs.detach().numpy(), abs=1e-12)
 
 
+def test_retraining_is_the_same_under_autocast():
+    z, y = features()
+    old, sgd = head(), SGD(0.05, 0.9, 1e-2)
+    with torch.autocast("cpu"):
+        under = retrain(old, z, y, 1, 64, sgd, generator(1))
+    assert torch.equal(under.weight, retrain(old, z, y, 1, 64, sgd, generator(1)).weight)
+
+
 def test_ccvr_is_algorithm_1_then_retraining_from_the_old_head():
     z, y = features()
     stats, old = FeatureStats.of(z, y, 4), head()

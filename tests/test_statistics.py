@@ -231,6 +231,33 @@ def test_statistics_collected_on_a_gpu_are_those_of_a_cpu(form):
     x, y = torch.randn(300, 5, generator=draw, dtype=torch.float64), torch.randint(4, (300,), generator=draw)
     here = collect(model, zip(x.split(64), y.split(64), strict=True), 4, form, held_out=0.3)
     model.cuda()
-    there = collect(model, zip(x.cuda().split(64), y.cuda().split(64), strict=True), 4, form, held_out=0.3).to("cpu")
+    there = collect(model, zip(x.cuda().split(64), y.split(64), strict=True), 4, form, held_out=0.3).to("cpu")
     for mine, theirs in zip(here.tensors, there.tensors, strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_features_are_added_in_groups(form, monkeypatch):
+    """Groups that end within the batches and after them, of features that are a part of something larger."""
+    monkeypatch.setattr("unskew.statistics.ROWS", 64)
+    x, y = features(300, d=6)
+    model = Split(nn.Sequential(nn.Unflatten(1, (2, 3)), Second()), nn.Linear(3, 4)).double()
+    kept = collect(model, zip(x.split(25), y.split(25), strict=True), 4, form)
+    expected = FeatureStats.of(x[:, 3:], y, 4, form)
+    for mine, other in zip(kept.tensors, expected.tensors, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-9)
+
+
+class Second(nn.Module):
+    """The second of several tokens: a view of all of them."""
+
+    def forward(self, x):
+        return x[:, 1]
+
+
+def test_features_may_have_gradients():
+    z, y = features(20)
+    for form in FORMS:
+        with_gradients = FeatureStats.of(z.clone().requires_grad_(), y, 4, form)
+        assert not any(part.requires_grad for part in with_gradients.tensors)
+        assert torch.equal(with_gradients.second, FeatureStats.of(z, y, 4, form).second)

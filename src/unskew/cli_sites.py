@@ -250,7 +250,7 @@ def checked_device(name: str) -> str:
     """The name of a device that is there."""
     from unskew.engine import check_device
 
-    check_device(name, "cpu, cuda, cuda:N and mps")
+    check_device(name, ("cpu", "cuda", "mps"))
     return name
 
 

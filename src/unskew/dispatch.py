@@ -33,15 +33,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unskew.engine import settle
+from unskew.engine import keep_pages, settle
 from unskew.errors import UsageError
 from unskew.exchange import Client
-from unskew.lanes import LARGE, SHORT, Lanes, Rows, form_of, precise
+from unskew.lanes import SHORT, Lanes, Rows, form_of, precise
 from unskew.simulate import Diverged, Round, Training
 from unskew.timetable import Add, Load, Move, Step, Usage, Visit, bound, choose, ladder_of, schedule
 from unskew.tree import Tree, each, pick, prefix, rows, under
 
-PIECES = 64  # of work that the plans of a round are made in, at least
+HUGE = 2_000_000  # parameters of a network of which a few lanes fill a GPU
+PIECES = 64  # of work that the plans of many clients are made in
 COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
 
 # ---------------------------------------------------------------------------------------------- who shares
@@ -94,6 +95,8 @@ def train_on_lanes(
     usage = usage or Usage()
     usage.begin()
     cuda, processes = device.type == "cuda", ranks()[1]
+    if not cuda:
+        keep_pages()
     _, work = left_of(runs, last)
     if not any(work):
         return
@@ -128,7 +131,7 @@ def left_of(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[
 
 def most_lanes(run: Training) -> int:
     """As many as pay: a large network fills a GPU with few, and memory with more."""
-    return 64 if run.net.size < 2 * LARGE else 16
+    return 64 if run.net.size < HUGE else 16
 
 
 def ladder(cuda: bool) -> Callable[[int], list[int]]:
@@ -318,7 +321,10 @@ class Carrier:
     def settle(self, run: int) -> None:
         """The server's update; the round is judged when its loss has arrived on the host."""
         training, before, began = self.runs[run], self.last[run], self.began[run]
-        ids = self.cohorts[run][before.number + 1 - self.first[run]]
+        number = before.number + 1 - self.first[run]
+        ids = self.cohorts[run][number]
+        for place in range(len(ids)):  # those of other processes' lanes are still there
+            self.plans.pop((run, number, place), None)
         finished = self.finished[run] if self.processes == 1 else [self._together(run, ids)]
         self.finished[run] = []
         total = training.sum.end(self.sums[run])

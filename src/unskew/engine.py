@@ -14,6 +14,7 @@ import copy
 import ctypes
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,7 +59,8 @@ def plan(
     per_epoch, count = -(-size // batch), step_count(size, batch, epochs, steps)
     passes = -(-count // per_epoch)
     orders = torch.cat([torch.randperm(size, generator=draw) for _ in range(passes + 1)])  # one more fills the last
-    chosen = orders.take(_places(size, batch, passes)[:count])  # (T, B)
+    places = size * torch.arange(passes)[:, None] + _places(size, batch)
+    chosen = orders.take(places.view(-1, batch)[:count])  # (T, B)
     crops = draw_crops(tuple(chosen.shape), draw) if augment else None
     if crops is not None:
         crops = Crops(*(part.to(indices.device) for part in crops))
@@ -66,11 +68,9 @@ def plan(
 
 
 @functools.lru_cache(32)  # many clients hold as many examples as others
-def _places(size: int, batch: int, passes: int) -> Tensor:
-    """Where the examples of each batch stand in `passes` permutations of `size` examples and one more: (T, B)."""
-    first = size * torch.arange(passes)[:, None]  # of each permutation
-    fill = torch.arange(-size % batch) % size  # from the front of the next one
-    return torch.cat([first + torch.arange(size), first + size + fill], 1).view(-1, batch)
+def _places(size: int, batch: int) -> Tensor:
+    """Where the examples of an epoch's batches stand in a permutation of `size` examples and the next one."""
+    return torch.cat([torch.arange(size), size + torch.arange(-size % batch) % size])  # the front of the next fills up
 
 
 def step_count(examples: int, batch: int, epochs: int, steps: int | None) -> int:
@@ -476,8 +476,10 @@ def keep_pages() -> None:
     """Let the C library keep the memory of large tensors for the next ones, in this process and those it forks.
 
     Otherwise it asks the system for fresh pages each time, which takes as long as a small network's arithmetic. Only
-    glibc can be told so.
+    glibc can be told so, and who has told it something by MALLOC_... in the environment is left alone.
     """
+    if any(name.startswith("MALLOC_") for name in os.environ):
+        return
     try:
         told = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library
@@ -486,11 +488,14 @@ def keep_pages() -> None:
         told(setting, value)
 
 
-def check_device(device: str, allowed: str = "cpu, cuda and cuda:N") -> None:
-    """Refuse a device of another kind than is `allowed`, and one that is not there."""
+def check_device(device: str, kinds: Sequence[str] = ("cpu", "cuda")) -> None:
+    """Refuse a device of another kind than these, and one that is not there."""
+    kind, _, number = device.partition(":")
+    if kind not in kinds or (number and not number.isdecimal()):
+        raise UsageError(f"device is {device!r}: allowed are {', '.join(kinds)}, and cuda:1 for the second GPU")
     try:
-        if torch.device(device).type not in allowed:
-            raise RuntimeError(f"allowed are {allowed}")
+        if kind == "mps" and not torch.backends.mps.is_available():
+            raise RuntimeError("there is none")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

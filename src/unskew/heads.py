@@ -210,8 +210,8 @@ def virtual_features(
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: `numbers[c]` draws from the Gaussian of each class c, and their labels. (M, d), (M,)
 
-    Noise and factors are made in float64. One class is drawn at a time, while the next one's factor is made, so that
-    hardly more memory is needed than all draws have in the end.
+    Noise and factors are made in float64, their product in `dtype`. One class is drawn at a time, while the next one's
+    factor is made, so that hardly more memory is needed than all draws have in the end.
     """
     device, mean = stats.first.device, stats.mean
     labels = torch.arange(len(numbers), device=device).repeat_interleave(torch.tensor(numbers, device=device))
@@ -266,23 +266,21 @@ def retrain(
 
     The last batch of an epoch may be short.
     """
-    values = [part.detach().clone() for part in (old.weight, old.bias) if part is not None]
-    weight, bias = values[0], values[1] if len(values) > 1 else old.weight.new_zeros(old.out_features)
-    velocities = [torch.zeros_like(value) for value in values]
-    every = torch.arange(old.out_features, device=y.device)
-    for _ in range(epochs):
-        order = torch.randperm(len(z), generator=generator).to(z.device)
-        for rows in order.split(16 * batch):  # gathered together, since each operation has its cost
-            block, targets = z[rows], (y[rows, None] == every).to(z)
-            for some, wanted in zip(block.split(batch), targets.split(batch), strict=True):
-                slopes = slope(torch.addmm(bias, some, weight.T), wanted)
-                for value, velocity in zip(values, velocities, strict=True):
-                    velocity.mul_(sgd.momentum).add_(value, alpha=sgd.weight_decay)
-                velocities[0].addmm_(slopes.T, some)
-                if old.bias is not None:
-                    velocities[1].add_(slopes.sum(0))
-                for value, velocity in zip(values, velocities, strict=True):
-                    value.sub_(velocity, alpha=sgd.lr)
+    weight, velocity = old.weight.detach().clone(), torch.zeros_like(old.weight)
+    bias = old.weight.new_zeros(old.out_features) if old.bias is None else old.bias.detach().clone()
+    bias_velocity, every = torch.zeros_like(bias), torch.arange(old.out_features, device=y.device)
+    with torch.autocast(z.device.type, enabled=False):
+        for _ in range(epochs):
+            order = torch.randperm(len(z), generator=generator).to(z.device)
+            for rows in order.split(16 * batch):  # gathered together, since each operation has its cost
+                block, targets = z[rows], (y[rows, None] == every).to(z)
+                for some, wanted in zip(block.split(batch), targets.split(batch), strict=True):
+                    slopes = slope(torch.addmm(bias, some, weight.T), wanted)
+                    velocity.mul_(sgd.momentum).add_(weight, alpha=sgd.weight_decay).addmm_(slopes.T, some)
+                    weight.sub_(velocity, alpha=sgd.lr)
+                    if old.bias is not None:
+                        bias_velocity.mul_(sgd.momentum).add_(bias, alpha=sgd.weight_decay).add_(slopes.sum(0))
+                        bias.sub_(bias_velocity, alpha=sgd.lr)
     return linear_of(weight, None if old.bias is None else bias)
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -79,11 +78,10 @@ class Rows:
 
     def joined(self, tree: Tree) -> Tensor:
         """Stacked trees as rows, like `packed`, but in one expression, which a compiler writes in one pass."""
-        rooms = [*(start for start, _ in self.places.values()), self.width][1:]
-        parts = [
-            F.pad(tree[name].reshape(len(tree[name]), -1), (0, room - end))
-            for (name, (_, end)), room in zip(self.places.items(), rooms, strict=True)
-        ]
+        rooms, parts = [*(start for start, _ in self.places.values()), self.width][1:], []
+        for (name, (_, end)), room in zip(self.places.items(), rooms, strict=True):
+            flat = tree[name].reshape(len(tree[name]), -1)
+            parts += [flat, flat.new_zeros(len(flat), room - end)] if room > end else [flat]
         return torch.cat(parts, 1)
 
     def write(self, row: int, tree: Tree) -> None:

@@ -217,7 +217,8 @@ def train(
 
     `settings` are those of `Training`: epochs, steps, batch, lr, momentum, weight_decay, schedule, fraction, augment,
     seed, sum, recalibrate. Clients that are absent keep what they keep. Raises `Diverged` when the loss is no number
-    any more. `resume` goes on after a round.
+    any more. `resume` goes on after a round. On a CPU this process keeps the pages of large tensors from then on:
+    see `unskew.engine.keep_pages`.
     """
     if isinstance(engine, type):
         raise UsageError(f"engine is the class {engine.__name__}: make one, as in engine={engine.__name__}()")

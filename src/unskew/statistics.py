@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +164,7 @@ class FeatureStats:
                 f"features must be (n, {self.dimension}) after the transform {self.transform!r} and labels (n,), whole "
                 f"numbers; they are {tuple(z.shape)} and {tuple(y.shape)}, {y.dtype}"
             )
+        z = z.detach()
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.classes:
             raise DataError(
                 f"labels lie in {int(y.min())}..{int(y.max())}; of {self.classes} classes they must lie in "
@@ -302,8 +302,7 @@ class FeatureStats:
         if self.form == "diagonal":
             return torch.diag((self.second[label] - count * mean**2).clamp(min=0) / (count - 1))
         matrix = unpack(self.second[label], self.dimension)
-        root = mean * count.sqrt()
-        return matrix.addr_(root, root, alpha=-1).div_(count - 1)
+        return matrix.addr_(self.first[label], mean, alpha=-1).div_(count - 1)
 
     @property
     def covariance(self) -> Tensor:
@@ -415,16 +414,16 @@ def collect(
     """All that a client has to call: the moments of its features, from batches of (inputs, labels).
 
     Inputs are what the model takes: a tensor or, for one that `split` has cut, also a tuple or a mapping of arguments.
-    The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time, and every
-    module's mode is as before afterwards. An iterable without batches gives statistics of zero examples. `held_out`
-    is the share of examples, chosen by lot, whose moments are sent apart as well: see `holding_out`. `origin` says
-    what else is known of the data.
+    The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time (on a GPU 16
+    times as many), and every module's mode is as before afterwards. An iterable without batches gives statistics of
+    zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
+    `holding_out`. `origin` says what else is known of the data.
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     width = Transform(transform).width(model.dimension)
     total = FeatureStats.zero(classes, width, form, transform, bool(held_out))
-    origin = replace(origin or Origin(), layer=model.layer)
-    waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+    origin = replace(origin or Origin(), layer=model.layer, weights=weights_digest(model))
+    waiting, examples = list[tuple[Tensor, Tensor, Tensor]](), 0
     shapes: set[tuple[tuple[int, ...] | None, str | None]] = set()
     rows = max(64, min(ROWS, BYTES // (8 * max(width, model.dimension))))
 
@@ -433,22 +432,24 @@ def collect(
         total._include(z, y.to(z.device), held.to(z.device) if held_out else None)
         waiting.clear()
 
-    with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(weights_digest, model)
+    with evaluating(model), torch.no_grad():
         for x, y, held in holding_out(batches, held_out):
             z = model.features(x)
             z = z.cpu() if z.device.type == "mps" else z  # which has no float64
+            z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
             total = total.to(z.device)
             waiting.append((z, y, held))
-            if sum(len(part[0]) for part in waiting) >= rows * (ON_GPU if z.is_cuda else 1):
+            examples += len(y)
+            if examples >= rows * (ON_GPU if z.is_cuda else 1):
                 include()
+                examples = 0
             shapes.add((tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) if _one_shape(x) else (None, None))
         if waiting:
             include()
     if len(shapes) == 1:
         shape, kind = shapes.pop()
         origin = replace(origin, input_shape=shape, input_dtype=kind)
-    return replace(total, origin=replace(origin, weights=digest.result()))
+    return replace(total, origin=origin)
 
 
 def _one_shape(x: Any) -> bool:
