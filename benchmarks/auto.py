@@ -23,7 +23,7 @@ from lanes import plain_loop
 from unskew import build, dirichlet, fedavg, federate
 from unskew.choice import pick
 from unskew.data import dataset
-from unskew.engine import threads
+from unskew.machine import threads
 from unskew.simulate import Training, rounds_of
 from unskew.workers import known_engines
 

@@ -15,7 +15,7 @@ import torch
 
 from unskew import Workers, build, fedavg, federate, iid, sequential, train
 from unskew.data import dataset
-from unskew.engine import threads
+from unskew.machine import threads
 
 CLIENTS, WARM, PAIRS = 8, 2, 10
 

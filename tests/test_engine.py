@@ -261,7 +261,7 @@ def test_large_tensors_get_the_pages_of_those_before_them():
     """Counted in a process of its own, since it can't be undone."""
     program = """
 import resource, torch
-from unskew.engine import keep_pages
+from unskew.machine import keep_pages
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):

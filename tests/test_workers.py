@@ -20,8 +20,8 @@ from conftest import toy_data, toy_model
 from methods import METHODS, model_for
 from test_equivalence import everything
 from unskew import Experiment, Workers, build, dataset, fedavg, ffc, run, scaffold, sequential, train
-from unskew.engine import threads
 from unskew.errors import UsageError
+from unskew.machine import threads
 from unskew.partition import Federation
 from unskew.workers import Shared, check_workers
 

@@ -248,7 +248,7 @@ def check_free(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
 
 def checked_device(name: str) -> str:
     """The name of a device that is there."""
-    from unskew.engine import check_device
+    from unskew.machine import check_device
 
     check_device(name, ("cpu", "cuda", "mps"))
     return name

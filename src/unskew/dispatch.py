@@ -33,10 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unskew.engine import keep_pages, settle
+from unskew.engine import settle
 from unskew.errors import UsageError
 from unskew.exchange import Client
 from unskew.lanes import SHORT, Lanes, Rows, form_of, precise
+from unskew.machine import keep_pages
 from unskew.simulate import Diverged, Round, Training
 from unskew.timetable import Add, Load, Move, Step, Usage, Visit, bound, choose, ladder_of, schedule
 from unskew.tree import Tree, each, pick, prefix, rows, under

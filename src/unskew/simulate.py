@@ -29,7 +29,6 @@ from unskew.engine import (
     batched,
     enter,
     installed,
-    keep_pages,
     network,
     noted,
     plan,
@@ -40,6 +39,7 @@ from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, SHARE, UsageError, check_n
 from unskew.evaluate import batches, check_width
 from unskew.exchange import Client
 from unskew.heads import Calibrator, calibrate
+from unskew.machine import keep_pages
 from unskew.models import Split
 from unskew.optim import SGD, Schedule, constant
 from unskew.partition import Federation
@@ -218,7 +218,7 @@ def train(
     `settings` are those of `Training`: epochs, steps, batch, lr, momentum, weight_decay, schedule, fraction, augment,
     seed, sum, recalibrate. Clients that are absent keep what they keep. Raises `Diverged` when the loss is no number
     any more. `resume` goes on after a round. On a CPU this process keeps the pages of large tensors from then on:
-    see `unskew.engine.keep_pages`.
+    see `unskew.machine.keep_pages`.
     """
     if isinstance(engine, type):
         raise UsageError(f"engine is the class {engine.__name__}: make one, as in engine={engine.__name__}()")

@@ -32,9 +32,10 @@ from typing import NamedTuple
 
 import torch
 
-from unskew.engine import Engine, Visited, added_up, alone, engines, noted, threads
+from unskew.engine import Engine, Visited, added_up, alone, engines, noted
 from unskew.errors import COUNT, UsageError, check_number
 from unskew.exchange import Client
+from unskew.machine import threads
 from unskew.simulate import Round, Trainer, Training
 from unskew.tree import Tree, each, pick, prefix, under
 

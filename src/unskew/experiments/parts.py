@@ -17,11 +17,11 @@ from unskew.cutting import split
 from unskew.data import Dataset, load
 from unskew.dispatch import train_on_lanes
 from unskew.download import Progress
-from unskew.engine import check_device, threads
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, check_training, oracle
 from unskew.lanes import FORMS, precisions
+from unskew.machine import check_device, threads
 from unskew.methods import Method, method
 from unskew.models import Split, build
 from unskew.partition import Federation, federate, partitions

@@ -33,7 +33,7 @@ from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.data import Dataset, draw_crops, gather
 from unskew.dispatch import program, ranks, train_on_lanes
 from unskew.download import Progress
-from unskew.engine import at_home, installed, threads
+from unskew.engine import at_home, installed
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.experiments.experiment import Experiment
@@ -50,6 +50,7 @@ from unskew.experiments.parts import (
     ways_of,
 )
 from unskew.heads import Calibrator, calibrate
+from unskew.machine import threads
 from unskew.methods import files_of
 from unskew.models import Split
 from unskew.optim import schedules
