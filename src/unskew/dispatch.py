@@ -322,10 +322,7 @@ class Carrier:
     def settle(self, run: int) -> None:
         """The server's update; the round is judged when its loss has arrived on the host."""
         training, before, began = self.runs[run], self.last[run], self.began[run]
-        number = before.number + 1 - self.first[run]
-        ids = self.cohorts[run][number]
-        for place in range(len(ids)):  # those of other processes' lanes are still there
-            self.plans.pop((run, number, place), None)
+        ids = self.cohorts[run][before.number + 1 - self.first[run]]
         finished = self.finished[run] if self.processes == 1 else [self._together(run, ids)]
         self.finished[run] = []
         total = training.sum.end(self.sums[run])
@@ -366,6 +363,8 @@ class Carrier:
             for name, value in {**prefix("upload", uploads), "kept": kept, "loss": losses}.items():
                 form.trees(sent)[name][self.lanes.sent(torch.tensor(places))] = value
         dist.all_reduce(sent)  # each row is zero everywhere but at its owner
+        for place in range(len(ids)):  # plans of other processes' lanes, which nobody here has taken
+            self.plans.pop((run, self.last[run].number + 1 - self.first[run], place), None)
         trees = form.trees(sent)
         self.sums[run] = self.runs[run].sum.add(self.sums[run], ids, under("upload", trees))
         self._keep(run, ids, trees["kept"])

@@ -70,19 +70,15 @@ class Rows:
         }
 
     def packed(self, tree: Tree, count: tuple[int, ...]) -> Tensor:
-        """A tree as a new row, count = (), or stacked ones as rows, count = (K,)."""
-        made = self.flat.new_zeros(*count, self.width)
-        for name, view in self.trees(made).items():
-            view.copy_(tree[name])
-        return made
+        """A tree as a new row, count = (), or stacked ones as rows, count = (K,).
 
-    def joined(self, tree: Tree) -> Tensor:
-        """Stacked trees as rows, like `packed`, but in one expression, which a compiler writes in one pass."""
+        It is one expression, which a compiler writes in one pass.
+        """
         rooms, parts = [*(start for start, _ in self.places.values()), self.width][1:], []
         for (name, (_, end)), room in zip(self.places.items(), rooms, strict=True):
-            flat = tree[name].reshape(len(tree[name]), -1)
-            parts += [flat, flat.new_zeros(len(flat), room - end)] if room > end else [flat]
-        return torch.cat(parts, 1)
+            flat = tree[name].reshape(*count, -1).to(self.flat.dtype)
+            parts += [flat, flat.new_zeros(*count, room - end)] if room > end else [flat]
+        return torch.cat(parts, -1) if parts else self.flat.new_zeros(*count, 0)
 
     def write(self, row: int, tree: Tree) -> None:
         """Copy the values of some names into a row."""
@@ -142,8 +138,8 @@ def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) 
             else:
                 after = stepped(local, batch, context, progress, sgd)
         for name, tree in zip(("model", "velocity", "steps"), after[:3], strict=True):
-            if tree:
-                lanes[name].copy_(forms[name].joined(tree))  # as a whole: a compiler makes long work of many views
+            if tree:  # written as a whole: a compiler makes long work of many views
+                lanes[name].copy_(forms[name].packed(tree, (len(position),)))
         lanes["loss"].copy_(after.loss)
         position.add_(1).clamp_(max=lanes["rows"].shape[1] - 1)  # a lane without a client stays inside its plan
 

@@ -45,6 +45,16 @@ def upper(packed: Tensor, dimension: int) -> Tensor:
     return matrix
 
 
+def factor_in_place(matrix: Tensor) -> Tensor:
+    """Overwrite a symmetric matrix, of which the lower triangle counts, by its Cholesky factor; says whether it failed.
+
+    No second matrix is made if its columns lie one after the other, as in the transpose of a fresh one.
+    """
+    failed = torch.zeros((), dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(matrix, out=(matrix, failed))
+    return failed != 0
+
+
 def diagonal(dimension: int) -> Tensor:
     """Where the diagonal of a matrix stands in its packed triangle: (d,)."""
     row = torch.arange(dimension)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unskew.packing import pack, unpack
+from unskew.packing import factor_in_place, pack, unpack
 from unskew.statistics import FeatureStats
 
 GRID = torch.logspace(-8, 2, 41, dtype=torch.float64)  # ridges to choose from, in units of the mean squared feature
@@ -27,8 +27,7 @@ def solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     """
     gram.diagonal().add_(ridge)
     kept, largest, lower = pack(gram), gram.diagonal().max(), gram.T
-    failed = torch.zeros((), dtype=torch.int32, device=gram.device)
-    torch.linalg.cholesky_ex(lower, out=(lower, failed))  # in place: half a matrix is kept instead of a second one
+    failed = factor_in_place(lower)  # half a matrix is kept instead of a second one
     tolerance = len(gram) * torch.finfo(gram.dtype).eps
     if not failed and (lower.diagonal() ** 2).min() > tolerance * largest:
         half = torch.linalg.solve_triangular(lower, cross, upper=False)

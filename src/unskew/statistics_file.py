@@ -25,7 +25,7 @@ from torch import Tensor
 
 from unskew import __version__
 from unskew.errors import DataError, UnskewError, UsageError
-from unskew.packing import diagonal, pack, second_shape, upper
+from unskew.packing import diagonal, factor_in_place, pack, second_shape, upper
 from unskew.statistics import FORMS, REDUCES, FeatureStats, Origin, Privacy, Sort
 from unskew.streams import Kind, Reader, layout, size, write
 
@@ -476,7 +476,5 @@ def _check_second(
     scale = torch.where(squares > 0, squares, 1.0).rsqrt()
     matrix.mul_(scale).mul_(scale[:, None])
     matrix.diagonal().add_(1e-9 + 1.1 * d * STEP[precision])  # no rounding can do more than that
-    failed, lower = torch.zeros((), dtype=torch.int32, device=matrix.device), matrix.T
-    torch.linalg.cholesky_ex(lower, out=(lower, failed))  # in place
-    if failed:
+    if factor_in_place(matrix.T):
         raise DataError(f"{where} second is not positive semidefinite: no features have such moments")
