@@ -147,9 +147,10 @@ def slow_retrain(old, z, y, epochs, batch, sgd, draw):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_retraining_equals_the_obvious_loop(bias):
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9])
+def test_retraining_equals_the_obvious_loop(bias, momentum):
     z, y = features()
-    old, sgd = head(bias=bias), SGD(0.05, 0.9, 1e-2)
+    old, sgd = head(bias=bias), SGD(0.05, momentum, 1e-2)
     fast = retrain(old, z, y, 3, 64, sgd, generator(1))
     slow = slow_retrain(old, z, y, 3, 64, sgd, generator(1))
     for mine, theirs in zip(fast.parameters(), slow.parameters(), strict=True):
@@ -170,8 +171,7 @@ def test_ccvr_is_algorithm_1_then_retraining_from_the_old_head():
     new = fitted(ccvr(samples=100, epochs=2, lr=0.01, transform="identity"), stats, old)
     draw = generator(0)
     drawn = [
-        stats.mean[c] + torch.randn(100, 6, generator=draw, dtype=torch.float64) @ root(stats.covariance[c]).T
-        for c in range(4)
+        stats.mean[c] + torch.randn(100, 6, generator=draw).double() @ root(stats.covariance[c]).T for c in range(4)
     ]
     twin = slow_retrain(
         old, torch.cat(drawn), torch.arange(4).repeat_interleave(100), 2, 64, SGD(0.01, 0.9, 1e-5), draw

@@ -76,8 +76,8 @@ def head(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0
             features, labels = zip(*((model.features(x), y) for x, y in site.batches(model)), strict=True)
 
         def slope(logits: Tensor, targets: Tensor) -> Tensor:
-            slopes: Tensor = grad(site.algorithm.criterion)(logits, targets.argmax(1))
-            return slopes
+            slopes: Tensor = grad(site.algorithm.criterion)(logits.T, targets.argmax(0))  # of the mean
+            return slopes.T * len(slopes)
 
         old, sgd, draw = heads.plain(model.classifier), SGD(lr, momentum), generator(site.seed, "personal", site.id)
         tuned = heads.retrain(old, torch.cat(features), torch.cat(labels), epochs, batch, sgd, draw, slope)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from unskew.models import Split, evaluating
 from unskew.packing import diagonal, pack, second_shape, unpack
 from unskew.results import seal
 from unskew.transforms import Transform
+from unskew.tree import Tree
 
 FORMS = ("class", "pooled", "diagonal", "none")
 REDUCES = {"class": FORMS, "pooled": ("pooled", "none"), "diagonal": ("diagonal", "none"), "none": ("none",)}
@@ -137,14 +139,15 @@ class FeatureStats:
 
     @classmethod
     def zero(
-        cls, classes: int, dimension: int, form: str = "class", transform: str = "identity", held_out: bool = False
-    ) -> FeatureStats:
+        cls, classes: int, dimension: int, form: str = "class", transform: str = "identity", held_out: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> FeatureStats:  # fmt: skip
         """The statistics of no examples; `dimension` is that of the transformed features."""
         if form not in FORMS:
             raise UsageError(f"form is {form!r}: allowed are {', '.join(FORMS)}")
-        first = torch.zeros(classes, dimension, dtype=torch.float64)
+        first = torch.zeros(classes, dimension, dtype=torch.float64, device=device)
         second = first.new_zeros(second_shape(form, classes, dimension))
-        held = cls.zero(classes, dimension, "pooled", transform) if held_out else None
+        held = cls.zero(classes, dimension, "pooled", transform, device=device) if held_out else None
         return cls(first.new_zeros(classes), first, second, form, Transform(transform).name,
                    third=first.new_zeros(classes), held_out=held)  # fmt: skip
 
@@ -152,7 +155,7 @@ class FeatureStats:
     def of(cls, z: Tensor, y: Tensor, classes: int, form: str = "class", transform: str = "identity") -> FeatureStats:
         """The moments of features `z` (n, d), untransformed, with labels `y` (n,)."""
         width = Transform(transform).width(z.shape[-1])
-        stats = cls.zero(classes, width, form, transform).to(z.device)
+        stats = cls.zero(classes, width, form, transform, device=z.device)
         stats._include(z, y)
         return stats
 
@@ -421,23 +424,25 @@ def collect(
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     width = Transform(transform).width(model.dimension)
-    total = FeatureStats.zero(classes, width, form, transform, bool(held_out))
-    origin = replace(origin or Origin(), layer=model.layer, weights=weights_digest(model))
+    home = next(model.parameters(), torch.empty(0)).device
+    total = FeatureStats.zero(classes, width, form, transform, bool(held_out), home if home.type == "cuda" else "cpu")
     waiting, examples = list[tuple[Tensor, Tensor, Tensor]](), 0
     shapes: set[tuple[tuple[int, ...] | None, str | None]] = set()
     rows = max(64, min(ROWS, BYTES // (8 * max(width, model.dimension))))
 
     def include() -> None:
+        nonlocal total
         z, y, held = map(torch.cat, zip(*waiting, strict=True))
+        total = total.to(z.device)
         total._include(z, y.to(z.device), held.to(z.device) if held_out else None)
         waiting.clear()
 
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as aside:
+        digest = aside.submit(seal, _feature_weights(model), {})  # while features are computed
         for x, y, held in holding_out(batches, held_out):
             z = model.features(x)
             z = z.cpu() if z.device.type == "mps" else z  # which has no float64
             z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
-            total = total.to(z.device)
             waiting.append((z, y, held))
             examples += len(y)
             if examples >= rows * (ON_GPU if z.is_cuda else 1):
@@ -446,6 +451,7 @@ def collect(
             shapes.add((tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) if _one_shape(x) else (None, None))
         if waiting:
             include()
+    origin = replace(origin or Origin(), layer=model.layer, weights=digest.result())
     if len(shapes) == 1:
         shape, kind = shapes.pop()
         origin = replace(origin, input_shape=shape, input_dtype=kind)
@@ -472,5 +478,10 @@ def holding_out(
 
 def weights_digest(model: Split) -> str:
     """A digest of the weights that make the features: equal for equal weights, whatever the classifier."""
+    return seal(_feature_weights(model), {})
+
+
+def _feature_weights(model: Split) -> Tree:
+    """The weights that make the features, on the CPU."""
     weights = model.features.state_dict()
-    return seal({name: value for name, value in weights.items() if not name.endswith("num_batches_tracked")}, {})
+    return {name: value.cpu() for name, value in weights.items() if not name.endswith("num_batches_tracked")}
