@@ -6,12 +6,15 @@ cuts for choosing (all alphas) is taken, and all accuracies are printed for the 
 stopped.
 
     python benchmarks/calibrators.py --data digits --norm none --rounds 10 --epochs 5 --batch 32 --cuts 6 --choose 3
-    python benchmarks/calibrators.py --data cifar10 --model cnn --augment --rounds 15 --epochs 1 --cuts 4 --choose 2
+    python benchmarks/calibrators.py --data cifar10 --trained runs/table2
+
+--trained takes the FedAvg runs that benchmarks/table2.py has trained, instead of training.
 """
 
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -47,6 +50,19 @@ def experiment(args, alpha, cut):
     )  # fmt: skip
 
 
+def trained(args, alpha, cut, out):
+    """What was trained, and its model."""
+    if not args.trained:
+        told = experiment(args, alpha, cut)
+        list(run(told, out, resume=True))
+        return told, load_model(out / "model.safetensors")
+    for file in Path(args.trained).glob("*/experiment.json"):
+        told = replace(Experiment(**json.loads(file.read_text())), data=args.data, device="cpu")
+        if (told.method, told.alpha, told.cut_seed) == ("fedavg", alpha, cut):
+            return told, load_model(file.parent / "model.safetensors")
+    raise SystemExit(f"{args.trained} has no run of fedavg with alpha {alpha} and cut {cut}")
+
+
 def features_of(model, inputs):
     with evaluating(model), torch.no_grad():
         parts = [(model.features(x), y) for x, y in inputs]
@@ -55,15 +71,14 @@ def features_of(model, inputs):
 
 def accuracies(args, alpha, cut):
     """The accuracy of each head on the test examples, of one trained model."""
-    told = experiment(args, alpha, cut)
     out = Path(args.out) / f"{Path(args.data).stem}-alpha-{alpha}-cut-{cut}"
     kept = out / "heads.json"
     found = json.loads(kept.read_text()) if kept.exists() else {}
     wanted = {f"{form}/{spec}": (form, spec) for form, specs in HEADS.items() for spec in specs}
     if set(found) >= {*wanted, "old", "oracle"}:
         return found
-    list(run(told, out, resume=True))
-    model = load_model(out / "model.safetensors")
+    out.mkdir(parents=True, exist_ok=True)
+    told, model = trained(args, alpha, cut, out)
     data = data_of(told)
     clients = [features_of(model, batches(data, rows)) for rows in federation_of(told, data).clients]
     test = [features_of(model, batches(data, test=True))]
@@ -97,6 +112,7 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--augment", action="store_true")
     parser.add_argument("--engine", default="workers")
+    parser.add_argument("--trained", help="a folder of benchmarks/table2.py")
     parser.add_argument("--out", default="runs/calibrators")
     args = parser.parse_args()
     alphas = [float(alpha) for alpha in args.alphas.split(",")]
@@ -107,7 +123,8 @@ def main():
         return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
     choosing, reporting = range(args.choose), range(args.choose, args.cuts)
-    print(f"{args.data}, {args.rounds} rounds of {args.epochs} epochs, torch {torch.__version__}; chosen on cuts "
+    training = f"trained in {args.trained}" if args.trained else f"{args.rounds} rounds of {args.epochs} epochs"
+    print(f"{args.data}, {training}, torch {torch.__version__}; chosen on cuts "
           f"{list(choosing)}, accuracy in % on cuts {list(reporting)}, mean ± standard deviation")  # fmt: skip
     print("| form | calibrator | chosen by | " + " | ".join(f"alpha {alpha}" for alpha in alphas) + " | all |")
     print("|---|---|---|" + "---|" * (len(alphas) + 1))
