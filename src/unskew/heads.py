@@ -166,7 +166,7 @@ def ccvr(
 
     The paper applies ReLU and Tukey's power, `transform="relu-tukey:0.5"`, "before classifier re-training", and leaves
     open when: `when="before"` takes the moments of transformed features, `when="after"` transforms the virtual ones.
-    Measured (docs/calibration.md) the two agree to 0.3 points, and no transform was better than either throughout:
+    Measured (docs/calibration.md) the two agree to 0.3 points, and in the mean no transform was better than either:
     hence the defaults. The others are Table 8's for CIFAR-10 at alpha <= 0.1.
     """
     if samples < 1:
@@ -285,8 +285,8 @@ def retrain(
     block = z.new_zeros(TOGETHER, batch, weight.shape[1])
     if bias:
         weight[:, features], block[..., features] = old.bias.detach(), 1
+    y, velocity, fade = y.long(), torch.zeros_like(weight), 1.0
     labels, targets = y.new_zeros(TOGETHER, 1, batch), z.new_empty(TOGETHER, classes, batch)
-    velocity, fade = torch.zeros_like(weight), 1.0
     with torch.autocast(z.device.type, enabled=False):
         for _ in range(epochs):
             for rows in torch.randperm(len(z), generator=generator).to(z.device).split(TOGETHER * batch):
