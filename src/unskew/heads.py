@@ -287,25 +287,28 @@ def retrain(
         weight[:, features], block[..., features] = old.bias.detach(), 1
     y, velocity, fade = y.long(), torch.zeros_like(weight), 1.0
     labels, targets = y.new_zeros(TOGETHER, 1, batch), z.new_empty(TOGETHER, classes, batch)
+    inputs, answers = block.flatten(0, 1)[:, :features], labels.flatten()
+    steps = list(zip(block, block.mT, targets, strict=True))  # views, made once
     with torch.autocast(z.device.type, enabled=False):
         for _ in range(epochs):
-            for rows in torch.randperm(len(z), generator=generator).to(z.device).split(TOGETHER * batch):
-                torch.index_select(z, 0, rows, out=block.flatten(0, 1)[: len(rows), :features])
-                torch.index_select(y, 0, rows, out=labels.flatten()[: len(rows)])
+            for rows in torch.randperm(len(z), generator=generator).to(z.device).split(len(inputs)):
+                torch.index_select(z, 0, rows, out=inputs[: len(rows)])
+                torch.index_select(y, 0, rows, out=answers[: len(rows)])
                 targets.zero_().scatter_(1, labels, 1)
-                for start, some, wanted in zip(range(0, len(rows), batch), block, targets, strict=False):
-                    if start + batch > len(rows):
-                        some, wanted = some[: len(rows) - start], wanted[:, : len(rows) - start]
-                    slopes = slope(weight @ some.T, wanted)
+                for start, (some, columns, wanted) in zip(range(0, len(rows), batch), steps, strict=False):
+                    count = min(batch, len(rows) - start)
+                    if count < batch:
+                        some, columns, wanted = some[:count], columns[:, :count], wanted[:, :count]
+                    slopes = slope(weight @ columns, wanted)
                     fade *= sgd.momentum
                     if fade < FADED:
                         velocity.mul_(fade)
                         fade = 1.0
                     velocity.add_(weight, alpha=sgd.weight_decay / fade)
-                    velocity.addmm_(slopes, some, alpha=1 / (fade * len(some)))
+                    velocity.addmm_(slopes, some, alpha=1 / (fade * count))
                     weight.sub_(velocity, alpha=sgd.lr * fade)
-    made = weight[:, :features].to(old.weight).contiguous()
-    return linear_of(made, weight[:, features].to(old.weight).contiguous() if bias else None)
+    made = weight.to(old.weight)
+    return linear_of(made[:, :features], made[:, features] if bias else None)
 
 
 # ---------------------------------------------------------------------------------------------- FFC

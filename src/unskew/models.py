@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import skip_init
 
 from unskew.errors import UsageError, lookup
 from unskew.seeds import seeded
@@ -66,12 +65,10 @@ def width_of(classifier: nn.Module) -> int:
 def linear_of(weight: Tensor, bias: Tensor | None = None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
     """Return a linear layer that holds copies of these values; unlike making one and filling it, it draws nothing."""
     classes, dimension = weight.shape
-    given = {"bias": bias is not None, "device": weight.device, "dtype": weight.dtype}
-    layer = skip_init(kind, dimension, classes, **given)
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        if bias is not None:
-            layer.bias.copy_(bias)
+    layer = kind(dimension, classes, bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().to(weight, copy=True))
     return layer
 
 
