@@ -110,6 +110,9 @@ def test_virtual_features_have_the_moments_they_were_drawn_from():
         assert torch.cov(mine.T) == pytest.approx(stats.covariance_of(label).numpy(), abs=0.03 * spread)
 
 
+DTYPES = (torch.float32, torch.float64)
+
+
 @pytest.mark.parametrize("n", [2, 3, 5, 7, 50])
 def test_root_of_singular_and_regular_covariances(n):
     z, _ = features(n, d=6)
@@ -118,6 +121,17 @@ def test_root_of_singular_and_regular_covariances(n):
     assert (factor @ factor.T) == pytest.approx(covariance.numpy(), abs=1e-9)
     assert torch.isfinite(factor).all()
     assert not root(torch.zeros(6, 6).double()).any()
+
+
+@pytest.mark.parametrize(("n", "raised", "fails"), [(200, 0, ()), (20, 1e-10, (torch.float32,)), (20, 0, DTYPES)])
+def test_root_in_float32_is_as_good_as_float32_can_be(n, raised, fails):
+    """By Cholesky in float32, by Cholesky in float64, by eigenvalues."""
+    z, _ = features(n, d=40)
+    covariance = torch.cov(z.T) + raised * torch.eye(40).double()
+    assert fails == tuple(kind for kind in DTYPES if torch.linalg.cholesky_ex(covariance.to(kind))[1])
+    factor = root(covariance, torch.float32)
+    assert factor.dtype == torch.float32
+    assert (factor.double() @ factor.double().T - covariance).abs().max() < 1e-6 * covariance.diagonal().max()
 
 
 def test_root_of_singular_covariances_of_many_features():

@@ -212,8 +212,9 @@ def virtual_features(
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: `numbers[c]` draws from the Gaussian of each class c, and their labels. (M, d), (M,)
 
-    Factors are made in float64; noise in float32, whatever `dtype`, six times as fast; their product in `dtype`. A few
-    classes are worked on at a time, a thread each, so that hardly more memory is needed than all draws have in the end.
+    Covariances are made in float64, their factors and the products in `dtype`; noise in float32 whatever that is, six
+    times as fast. A few classes are worked on at a time, a thread each, so that hardly more memory is needed than all
+    draws have in the end.
     """
     device, mean = stats.first.device, stats.mean
     labels = torch.arange(len(numbers), device=device).repeat_interleave(torch.tensor(numbers, device=device))
@@ -221,7 +222,7 @@ def virtual_features(
     abreast = min(torch.get_num_threads(), ABREAST) if device.type == "cpu" else 1
 
     def fill(label: int, part: Tensor, noise: Tensor) -> None:
-        part.copy_(mean[label]).addmm_(noise.to(device, dtype), root(stats.covariance_of(label)).to(dtype).T)
+        part.copy_(mean[label]).addmm_(noise.to(device, dtype), root(stats.covariance_of(label), dtype).T)
 
     with threads(1), ThreadPoolExecutor(abreast, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         begun = deque[Future[None]]()
@@ -236,23 +237,24 @@ def virtual_features(
     return drawn, labels
 
 
-def root(covariance: Tensor) -> Tensor:
-    """A matrix R with R R' = covariance: its Cholesky factor.
+def root(covariance: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A matrix R with R R' = covariance: its Cholesky factor, computed in `dtype` or, where that fails, in float64.
 
     A class with n <= d examples has a singular covariance and no such factor; then R is made from the eigenvalues,
     those below zero by rounding or by noise clipped at zero. With many features that takes long, and raising the
     variances by 1e-11 of their mean, far below what float32 can see, is tried before.
     """
-    for jitter in (0.0, 1e-11, 1e-9) if len(covariance) > 256 else (0.0,):
-        raised = covariance
+    least = torch.promote_types(dtype, torch.float32)
+    raises = (0.0, 1e-11, 1e-9) if len(covariance) > 256 else (0.0,)
+    for kind, jitter in dict.fromkeys([(least, 0.0), *((torch.float64, jitter) for jitter in raises)]):
+        raised = covariance.to(kind, copy=jitter > 0)
         if jitter:
-            raised = covariance.clone()
             raised.diagonal().add_(jitter * covariance.diagonal().mean())
         factor, failed = torch.linalg.cholesky_ex(raised)
         if not failed and torch.isfinite(factor.diagonal()).all():  # any other that is not makes one of these so
-            return factor
+            return factor.to(dtype)
     values, vectors = torch.linalg.eigh(covariance)
-    return vectors * values.clamp(min=0).sqrt()
+    return (vectors * values.clamp(min=0).sqrt()).to(dtype)
 
 
 Slope = Callable[[Tensor, Tensor], Tensor]  # logits, one-hot labels -> slope of the batch's summed loss, all (C, B)
@@ -299,7 +301,7 @@ def retrain(
                     count = min(batch, len(rows) - start)
                     if count < batch:
                         some, columns, wanted = some[:count], columns[:, :count], wanted[:, :count]
-                    slopes = slope(weight @ columns, wanted)
+                    slopes = slope(torch.mm(weight, columns), wanted)
                     fade *= sgd.momentum
                     if fade < FADED:
                         velocity.mul_(fade)
