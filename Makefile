@@ -38,12 +38,14 @@ bench: $(VENV)/.developing  ## measure speed, side by side with plain loops and 
 	$(BIN)/python benchmarks/auto.py
 	$(BIN)/python benchmarks/workers.py
 	$(BIN)/python benchmarks/peers
+	$(BIN)/python benchmarks/calibration.py collect --images 1024
+	$(BIN)/python benchmarks/calibration.py server
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) bench-gpu; fi
 
 bench-gpu: $(VENV)/.developing
 	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 12
 	$(BIN)/python benchmarks/lanes.py train --precision tf32 --rounds 4
-	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 4 --method moon
+	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 3 --method moon
 	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 20 --runs 1 --alphas 0.1
 	for lanes in 10 64; do $(BIN)/python benchmarks/lanes.py clients --precision bfloat16 --lanes $$lanes; done
 	for net in "resnet18 --norm group" "mobilenetv2 --norm batch"; do \

@@ -52,17 +52,20 @@ def experiment(args, alpha, cut):
     )  # fmt: skip
 
 
-def trained(args, alpha, cut, out):
-    """What was trained, and its model."""
+def trained(args, alpha, cut):
+    """What is trained, or was, and its folder."""
+    name = f"{Path(args.data).stem}-alpha-{alpha}-cut-{cut}"
     if not args.trained:
         told = experiment(args, alpha, cut)
-        list(run(told, out, resume=True))
-        return told, load_model(out / "model.safetensors")
+        return told, Path(args.out) / f"{name}-{told.digest[:8]}"
+    found = []
     for file in Path(args.trained).glob("*/experiment.json"):
         told = replace(Experiment(**json.loads(file.read_text())), data=args.data, device="cpu")
         if (told.method, told.alpha, told.cut_seed) == ("fedavg", alpha, cut):
-            return told, load_model(file.parent / "model.safetensors")
-    raise SystemExit(f"{args.trained} has no run of fedavg with alpha {alpha} and cut {cut}")
+            found.append((told, file.parent))
+    if len(found) != 1:
+        raise SystemExit(f"{args.trained} has {len(found)} runs of fedavg with alpha {alpha} and cut {cut}, not one")
+    return found[0]
 
 
 def features_of(model, inputs):
@@ -73,14 +76,15 @@ def features_of(model, inputs):
 
 def accuracies(args, alpha, cut):
     """The accuracy of each head on the test examples, of one trained model."""
-    out = Path(args.out) / f"{Path(args.data).stem}-alpha-{alpha}-cut-{cut}"
+    told, out = trained(args, alpha, cut)
     kept = out / "heads.json"
     found = json.loads(kept.read_text()) if kept.exists() else {}
     wanted = {f"{form}/{spec}": (form, spec) for form, specs in HEADS.items() for spec in specs}
     if set(found) >= {*wanted, "old", "oracle"}:
         return found
-    out.mkdir(parents=True, exist_ok=True)
-    told, model = trained(args, alpha, cut, out)
+    if not args.trained:
+        list(run(told, out, resume=True))
+    model = load_model(out / "model.safetensors")
     data = data_of(told)
     clients = [features_of(model, batches(data, rows)) for rows in federation_of(told, data).clients]
     test = [features_of(model, batches(data, test=True))]

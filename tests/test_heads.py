@@ -171,6 +171,30 @@ def test_retraining_equals_the_obvious_loop(bias, momentum):
         assert mine.detach().numpy() == pytest.approx(theirs.detach().numpy(), abs=1e-12)
 
 
+def test_retraining_in_float16_is_float32_rounded():
+    z, y = features()
+    z, old, sgd = 10 * z.half(), head().half(), SGD(0.05, 0.9, 1e-2)
+    half = retrain(old, z, y, 3, 64, sgd, generator(1))
+    wide = retrain(old.float(), z.float(), y, 3, 64, sgd, generator(1))
+    assert half.weight.dtype == torch.float16
+    assert torch.equal(half.weight, wide.weight.half())
+
+
+def test_a_batch_of_everything_takes_no_more_room():
+    z, y = features()
+    old, sgd = head(), SGD(0.05, 0.9, 1e-2)
+    assert torch.equal(*(retrain(old, z, y, 2, batch, sgd, generator(1)).weight for batch in (len(z), 10**9)))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_ccvr_in_any_mode_of_torch(mode):
+    z, y = features()
+    stats, maker, old = FeatureStats.of(z, y, 4), ccvr(samples=10, epochs=1), head()
+    with mode():
+        inside = fitted(maker, stats, old)
+    assert torch.equal(inside.weight, fitted(maker, stats, old).weight)
+
+
 def test_retraining_is_the_same_under_autocast():
     z, y = features()
     old, sgd = head(), SGD(0.05, 0.9, 1e-2)

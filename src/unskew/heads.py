@@ -166,8 +166,8 @@ def ccvr(
 
     The paper applies ReLU and Tukey's power, `transform="relu-tukey:0.5"`, "before classifier re-training", and leaves
     open when: `when="before"` takes the moments of transformed features, `when="after"` transforms the virtual ones.
-    Measured (docs/calibration.md) the two agree to 0.3 points, and in the mean no transform was better than either:
-    hence the defaults. The others are Table 8's for CIFAR-10 at alpha <= 0.1.
+    Measured (docs/calibration.md) the two agree to 0.3 points, and none is better or as good: hence the
+    defaults. The others are Table 8's for CIFAR-10 at alpha <= 0.1.
     """
     if samples < 1:
         raise UsageError(f"samples is {samples}: each class needs at least 1 virtual feature")
@@ -204,7 +204,7 @@ def _right(head: nn.Linear, z: Tensor, y: Tensor) -> float:
         return float((head(z[::every]).argmax(1) == y[::every]).double().mean())
 
 
-ABREAST = 4  # classes that are worked on at a time at most, each with some (d, d) matrices
+ABREAST, MATRICES = 4, 2**25  # classes that are worked on at a time at most, and bytes of one (d, d) matrix for each
 
 
 def virtual_features(
@@ -213,23 +213,29 @@ def virtual_features(
     """Algorithm 1: `numbers[c]` draws from the Gaussian of each class c, and their labels. (M, d), (M,)
 
     Covariances are made in float64, their factors and the products in `dtype`; noise in float32 whatever that is, six
-    times as fast. A few classes are worked on at a time, a thread each, so that hardly more memory is needed than all
-    draws have in the end.
+    times as fast. On a CPU a few classes are worked on at a time, so that cores need not wait for each other, and
+    hardly more memory is needed than all draws have in the end.
     """
-    device, mean = stats.first.device, stats.mean
+    device, mean, inference = stats.first.device, stats.mean, torch.is_inference_mode_enabled()
     labels = torch.arange(len(numbers), device=device).repeat_interleave(torch.tensor(numbers, device=device))
     drawn = torch.empty(len(labels), stats.dimension, dtype=dtype, device=device)
-    abreast = min(torch.get_num_threads(), ABREAST) if device.type == "cpu" else 1
+    abreast = max(1, min(torch.get_num_threads(), ABREAST, MATRICES // (8 * stats.dimension**2)))
+    each = torch.get_num_threads() // abreast
 
     def fill(label: int, part: Tensor, noise: Tensor) -> None:
-        part.copy_(mean[label]).addmm_(noise.to(device, dtype), root(stats.covariance_of(label), dtype).T)
+        with torch.inference_mode(inference):  # as it is in the caller's thread
+            part.copy_(mean[label]).addmm_(noise.to(device, dtype), root(stats.covariance_of(label), dtype).T)
 
-    with threads(1), ThreadPoolExecutor(abreast, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with threads(each), ThreadPoolExecutor(abreast, initializer=torch.set_num_threads, initargs=(each,)) as pool:
         begun = deque[Future[None]]()
         for label, part in enumerate(drawn.split(numbers)):
-            if len(part):
-                noise = torch.randn(part.shape, generator=generator, dtype=torch.float32)
-                begun.append(pool.submit(fill, label, part, noise))
+            if not len(part):
+                continue
+            noise = torch.randn(part.shape, generator=generator, dtype=torch.float32)
+            if device.type != "cpu":
+                fill(label, part, noise)  # in this thread, whose stream is the current one
+                continue
+            begun.append(pool.submit(fill, label, part, noise))
             if len(begun) > abreast:
                 begun.popleft().result()
         for last in begun:
@@ -282,13 +288,16 @@ def retrain(
     decaying takes no pass over it.
     """
     features, classes, bias = old.in_features, old.out_features, old.bias is not None
+    z, y = z.detach().to(torch.promote_types(z.dtype, torch.float32)), y.long()
+    batch = min(batch, max(1, len(z)))
+    together = max(1, min(TOGETHER, -(-len(z) // batch)))
     weight = z.new_zeros(classes, -(-(features + bias) // WHOLE) * WHOLE)
     weight[:, :features] = old.weight.detach()
-    block = z.new_zeros(TOGETHER, batch, weight.shape[1])
+    block = z.new_zeros(together, batch, weight.shape[1])
     if bias:
         weight[:, features], block[..., features] = old.bias.detach(), 1
-    y, velocity, fade = y.long(), torch.zeros_like(weight), 1.0
-    labels, targets = y.new_zeros(TOGETHER, 1, batch), z.new_empty(TOGETHER, classes, batch)
+    velocity, fade = torch.zeros_like(weight), 1.0
+    labels, targets = y.new_zeros(together, 1, batch), z.new_empty(together, classes, batch)
     inputs, answers = block.flatten(0, 1)[:, :features], labels.flatten()
     steps = list(zip(block, block.mT, targets, strict=True))  # views, made once
     with torch.autocast(z.device.type, enabled=False):
