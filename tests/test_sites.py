@@ -153,13 +153,15 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.decoded, self.threads, self.plain = [], set(), readers.decode_image
-        self.interrupt = 0
+        self.interrupt, self.one_at_a_time = 0, threading.Lock()
         monkeypatch.setattr(readers, "decode_image", self)
 
     def __call__(self, read, name, size):
-        self.decoded.append(name)
+        with self.one_at_a_time:
+            self.decoded.append(name)
+            due = len(self.decoded) == self.interrupt
         self.threads.add(threading.get_ident())
-        if len(self.decoded) == self.interrupt:
+        if due:
             _thread.interrupt_main()  # as Ctrl-C does
         time.sleep(0.001)
         return self.plain(read, name, size)
