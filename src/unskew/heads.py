@@ -204,7 +204,7 @@ def _right(head: nn.Linear, z: Tensor, y: Tensor) -> float:
         return float((head(z[::every]).argmax(1) == y[::every]).double().mean())
 
 
-ABREAST, MATRICES = 4, 2**25  # classes that are worked on at a time at most, and bytes of one (d, d) matrix for each
+ABREAST, MATRICES = 4, 2**23  # classes that are worked on at a time at most, and the bytes of their (d, d) matrices
 
 
 def virtual_features(
