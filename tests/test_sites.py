@@ -1,6 +1,7 @@
 """A site's data as batches: each kind of input, sites that lack classes, what is refused, and that it streams."""
 
 import _thread
+import signal
 import sys
 import threading
 import time
@@ -197,8 +198,12 @@ def test_who_leaves_early_leaves_no_thread(tmp_path, monkeypatch):
     next(batches)  # held, not closed
     check_threads_end(before)
     gate.interrupt = len(gate.decoded) + 5
-    with pytest.raises(KeyboardInterrupt):
-        next(site.batches())
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(site.batches())
+    finally:
+        signal.signal(signal.SIGINT, handler)
     check_threads_end(before)
     assert len(gate.decoded) < 150
     assert len(whole(site)[0]) == 200
