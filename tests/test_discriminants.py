@@ -93,9 +93,10 @@ def test_ncm_is_scikit_learns():
     assert head(z).argmax(1).tolist() == NearestCentroid().fit(z, y).predict(z).tolist()
 
 
-def test_fedcof_is_its_paper_written_out():
+@pytest.mark.parametrize("owners", [7, 600])  # most of the 600 lack a class, or have nothing
+def test_fedcof_is_its_paper_written_out(owners):
     z, y = data()
-    sites = parts(z, y, 7, "none")
+    sites = parts(z, y, owners, "none")
     head = made(fedcof(gamma=0.5), sites)
     gram, moment = np.zeros((6, 6)), np.zeros((6, 4))
     for c in range(4):

@@ -104,14 +104,16 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
     def fit(task: Task) -> nn.Module:
         stats, mean = task.stats, task.stats.mean
         gram = mean.new_zeros(stats.dimension, stats.dimension)
-        for label in (stats.count > 1).nonzero().flatten().tolist():
-            count = torch.stack([site.count[label] for site in task.sites])  # (K,)
-            means = torch.stack([site.first[label] for site in task.sites]) / count.clamp(min=1)[:, None]
-            apart = (means - mean[label]) * count.sqrt()[:, None]  # rows of clients without that class are zero
-            clients = int((count > 0).sum())
-            covariance = apart.T @ apart / max(clients - 1, 1)
-            covariance.diagonal().add_(gamma)
-            gram += (stats.count[label] - 1) * covariance
+        count = torch.stack([site.count for site in task.sites])  # (K, C)
+        within = (stats.count - 1).clamp(min=0)  # (C,)
+        share = within / ((count > 0).sum(0) - 1).clamp(min=1)
+        together = max(1, 1024 // stats.classes)  # sites, so that products are few and large
+        for start in range(0, len(count), together):
+            some = slice(start, start + together)
+            means = torch.stack([site.first for site in task.sites[some]]) / count[some, :, None].clamp(min=1)
+            apart = (means - mean) * (count[some] * share).sqrt()[..., None]  # zero for clients without that class
+            gram.addmm_(apart.flatten(0, 1).T, apart.flatten(0, 1))
+        gram.diagonal().add_(gamma * within.sum())
         weight = nn.functional.normalize(solve(gram, stats.cross, 0.0).T)
         new = weight.to(task.old.weight)
         bias = None if task.old.bias is None else torch.where(stats.count > 0, 0.0, -1e4).to(new)
