@@ -110,6 +110,20 @@ def test_virtual_features_have_the_moments_they_were_drawn_from():
         assert torch.cov(mine.T) == pytest.approx(stats.covariance_of(label).numpy(), abs=0.03 * spread)
 
 
+@pytest.mark.parametrize("form", ["class", "diagonal"])
+@pytest.mark.parametrize(("n", "d"), [(30, 5), (900, 128), (900, 129), (100, 300), (900, 300)])
+def test_virtual_features_are_the_mean_and_noise_times_the_root(n, d, form):
+    """Whatever the blocks of the product are; the same noise as of one draw after the other."""
+    z, y = features(n, d=d)
+    stats = FeatureStats.of(z, y, 4, form)
+    drawn, _ = virtual_features(stats, [7] * 4, generator(3))
+    draw = generator(3)
+    for label, part in enumerate(drawn.split(7)):
+        noise = torch.randn(7, d, generator=draw).double()
+        exact = stats.mean[label] + noise @ root(stats.covariance_of(label)).T
+        assert part == pytest.approx(exact.numpy(), abs=1e-9)
+
+
 DTYPES = (torch.float32, torch.float64)
 
 
@@ -120,6 +134,8 @@ def test_root_of_singular_and_regular_covariances(n):
     factor = root(covariance)
     assert (factor @ factor.T) == pytest.approx(covariance.numpy(), abs=1e-9)
     assert torch.isfinite(factor).all()
+    assert not factor.triu(1).any()
+    assert torch.equal(root(covariance.tril()), factor)  # what is above the diagonal does not count
     assert not root(torch.zeros(6, 6).double()).any()
 
 
@@ -137,8 +153,9 @@ def test_root_in_float32_is_as_good_as_float32_can_be(n, raised, fails):
 def test_root_of_singular_covariances_of_many_features():
     z, _ = features(40, d=300)
     covariance = torch.cov(z.T)
-    factor = root(covariance)
-    assert not factor.triu(1).any()  # by Cholesky, not by eigenvalues
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch.linalg, "eigh")  # by Cholesky
+        factor = root(covariance)
     assert (factor @ factor.T) == pytest.approx(covariance.numpy(), abs=1e-9 * covariance.diagonal().mean().item())
     noisy = covariance - 0.1 * covariance.diagonal().mean() * torch.eye(300).double()
     values, vectors = torch.linalg.eigh(noisy)

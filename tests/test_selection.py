@@ -139,10 +139,11 @@ def test_a_site_that_is_taken_out_has_never_been_there(spec):
 # ---------------------------------------------------------------------------------------------- forecast and validation
 
 
-def test_separation_is_the_sliced_wasserstein_distance_of_the_gaussians():
+@pytest.mark.parametrize("form", ["class", "diagonal"])
+def test_separation_is_the_sliced_wasserstein_distance_of_the_gaussians(form):
     """Against sorted draws: of two samples of one size, the distance is that of the sorted values."""
     z, y = data(4000, 3)
-    stats = FeatureStats.of(z, y, 4)
+    stats = FeatureStats.of(z, y, 4, form)
     draw = torch.Generator().manual_seed(1)
     lines = torch.randn(3, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     lines = lines / lines.norm(dim=0)

@@ -13,8 +13,10 @@ from torch import nn
 from conftest import toy_data, toy_model
 from unskew.errors import DataError, UsageError
 from unskew.evaluate import batches
-from unskew.models import Split
-from unskew.statistics import FORMS, FeatureStats, Origin, collect, pack, unpack, weights_digest
+from unskew.heads import calibrate
+from unskew.models import Split, linear
+from unskew.packing import mirror, pack, unpack
+from unskew.statistics import FORMS, FeatureStats, Origin, collect, weights_digest
 
 
 def features(n=300, d=6, classes=4, mean=3.0, seed=0):
@@ -103,6 +105,7 @@ def test_packing_of_large_matrices_is_exact():
         matrix = torch.randn(d, d, generator=torch.Generator().manual_seed(d), dtype=torch.float64)
         matrix = matrix + matrix.T
         assert unpack(pack(matrix), d).equal(matrix)
+        assert mirror(matrix.triu() - torch.ones(d, d).tril(-1)).equal(matrix)
 
 
 def test_packing_is_exact():
@@ -234,6 +237,26 @@ def test_statistics_collected_on_a_gpu_are_those_of_a_cpu(form):
     there = collect(model, zip(x.cuda().split(64), y.split(64), strict=True), 4, form, held_out=0.3).to("cpu")
     for mine, theirs in zip(here.tensors, there.tensors, strict=True):
         torch.testing.assert_close(theirs, mine, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("ccvr", "class"), ("ccvr", "diagonal"), ("ffc:choose=true", "pooled"), ("lda", "pooled")),
+        *(("gnb", "diagonal"), ("ncm", "none"), ("fedcof", "none")),
+    ],
+)
+@pytest.mark.parametrize("d", [6, 200])
+def test_a_head_made_on_a_gpu_is_that_of_a_cpu(name, form, d):
+    z, y = features(2000, d)
+    sites = [FeatureStats.of(z[k::5], y[k::5], 4, form) for k in range(5)]
+    model = Split(nn.Identity(), nn.Linear(d, 4).double())
+    here = linear(calibrate(model, sites, name).classifier)
+    there = linear(calibrate(model.cuda(), sites, name).classifier)
+    assert there.weight.is_cuda
+    torch.testing.assert_close(there.weight.cpu(), here.weight, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(there.bias.cpu(), here.bias, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("form", FORMS)

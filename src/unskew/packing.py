@@ -22,10 +22,14 @@ def pack(matrix: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, dimension: int) -> Tensor:
     """The symmetric matrix of a packed triangle."""
-    matrix = upper(packed, dimension)
-    for start in range(0, dimension, 256):  # mirrored in blocks, so that there is no second matrix
+    return mirror(upper(packed, dimension))
+
+
+def mirror(matrix: Tensor) -> Tensor:
+    """Overwrite what is below the diagonal by what is above it, in blocks, so that there is no second matrix."""
+    for start in range(0, len(matrix), 256):
         stop = start + 256
-        block = matrix[start:stop, start:stop]
+        block = matrix[start:stop, start:stop].triu_()
         block.add_(block.triu(1).T)
         matrix[stop:, start:stop] = matrix[start:stop, stop:].T
     return matrix

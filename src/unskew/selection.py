@@ -82,6 +82,8 @@ def separation(stats: FeatureStats, directions: int = 200, generator: torch.Gene
     if stats.form == "pooled":
         covariance = stats.scatter / stats.count.sum()
         deviations = ((lines * (covariance @ lines)).sum(0)).clamp(min=0).sqrt().expand_as(means)
+    elif stats.form == "diagonal":
+        deviations = (torch.stack([stats.variances_of(label) for label in present]) @ lines**2).sqrt()
     else:
         along = [(lines * (stats.covariance_of(label) @ lines)).sum(0) for label in present]
         deviations = torch.stack(along).clamp(min=0).sqrt()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from unskew.errors import DataError, UsageError, expect
 from unskew.models import Split, evaluating
-from unskew.packing import diagonal, pack, second_shape, unpack
+from unskew.packing import diagonal, mirror, pack, second_shape, unpack, upper
 from unskew.results import seal
 from unskew.transforms import Transform
 from unskew.tree import Tree
@@ -297,15 +297,26 @@ class FeatureStats:
         """Unbiased covariance of one class, Equation 4; zero where n <= 1. (d, d), from the "class" or "diagonal"
         form.
         """
+        return mirror(self.triangle_of(label))
+
+    def triangle_of(self, label: int) -> Tensor:
+        """The covariance of one class where what is below the diagonal does not count, in half the time."""
         self._needs("a class covariance", "class", "diagonal")
+        if self.form == "diagonal":
+            return torch.diag(self.variances_of(label))
         count = self.count[label]
         if count <= 1:
             return self.first.new_zeros(self.dimension, self.dimension)
-        mean = self.first[label] / count
-        if self.form == "diagonal":
-            return torch.diag((self.second[label] - count * mean**2).clamp(min=0) / (count - 1))
-        matrix = unpack(self.second[label], self.dimension)
-        return matrix.addr_(self.first[label], mean, alpha=-1).div_(count - 1)
+        matrix = upper(self.second[label], self.dimension)
+        return matrix.addr_(self.first[label], self.first[label] / count, alpha=-1).div_(count - 1)
+
+    def variances_of(self, label: int) -> Tensor:
+        """Unbiased variances of one class; zero where n <= 1. (d,), from the "diagonal" form."""
+        self._needs("variances without covariances", "diagonal")
+        count = self.count[label]
+        if count <= 1:
+            return torch.zeros_like(self.first[label])
+        return (self.second[label] - self.first[label] ** 2 / count).clamp(min=0) / (count - 1)
 
     @property
     def covariance(self) -> Tensor:
