@@ -188,6 +188,26 @@ def test_retraining_equals_the_obvious_loop(bias, momentum):
         assert mine.detach().numpy() == pytest.approx(theirs.detach().numpy(), abs=1e-12)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.9, 0.99])
+@pytest.mark.parametrize(("lr", "decay"), [(0.05, 0), (0, 1e-2), (1e-3, 1e-5), (0.01, 5), (0.1, 5), (0.5, 2), (0.5, 3)])
+def test_retraining_under_any_decay_equals_the_obvious_loop(momentum, lr, decay):
+    """Also where a decay so strong makes weights shrink to little in a step, vanish, oscillate, or change sign."""
+    z, y = features()
+    old, sgd = head(), SGD(lr, momentum, decay)
+    fast = retrain(old, z, y, 8, 32, sgd, generator(1))
+    slow = slow_retrain(old, z, y, 8, 32, sgd, generator(1))
+    for mine, theirs in zip(fast.parameters(), slow.parameters(), strict=True):
+        assert mine.detach().numpy() == pytest.approx(theirs.detach().numpy(), abs=1e-8)
+
+
+def test_retraining_in_float32_is_as_good_as_float32_can_be():
+    z, y = features(2000)
+    old, sgd = head(), SGD(0.001, 0.9, 1e-5)
+    exact = slow_retrain(old, z, y, 20, 64, sgd, generator(1))
+    single = retrain(old.float(), z.float(), y, 20, 64, sgd, generator(1))
+    assert single.weight.detach().numpy() == pytest.approx(exact.weight.detach().numpy(), abs=2e-6)
+
+
 def test_retraining_in_float16_is_float32_rounded():
     z, y = features()
     z, old, sgd = 10 * z.half(), head().half(), SGD(0.05, 0.9, 1e-2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -282,8 +283,8 @@ def softmax_slope(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 TOGETHER = 16  # batches that are gathered at once, since each operation has its cost
-FADED = 1e-6  # the velocity is scaled once its decay has come to this
-WHOLE = 16  # a row is a multiple of so many numbers: unaligned matrices are slow
+FADED = 1e-6  # what has decayed to this is scaled
+WHOLE = 8  # a row is a multiple of so many numbers: unaligned matrices are slow
 
 
 def retrain(
@@ -292,10 +293,10 @@ def retrain(
 ) -> nn.Linear:  # fmt: skip
     """Go on training a linear head on features by SGD on the cross entropy, or on the loss that has another `slope`.
 
-    The last batch of an epoch may be short. Thousands of small steps: what each of them does is kept to six operations.
-    The bias is one more weight, of a feature that is always 1; examples are columns of the logits, the faster way round
-    for a CPU's products; and the velocity is held divided by `fade`, its decay since it was scaled last, so that
-    decaying takes no pass over it.
+    The last batch of an epoch may be short. Thousands of small steps: each of them is kept to five operations. The
+    bias is one more weight, of a feature that is always 1; examples are columns of the logits, the faster way round for
+    a CPU's products; and decays take no pass over the weight and the velocity, which are held divided by `shrunk` and
+    `faded`: see `decays`.
     """
     features, classes, bias = old.in_features, old.out_features, old.bias is not None
     z, y = z.detach().to(torch.promote_types(z.dtype, torch.float32)), y.long()
@@ -306,30 +307,50 @@ def retrain(
     block = z.new_zeros(together, batch, weight.shape[1])
     if bias:
         weight[:, features], block[..., features] = old.bias.detach(), 1
-    velocity, fade = torch.zeros_like(weight), 1.0
+    growth, tilt, rest = decays(sgd)
+    velocity, shrunk, faded = tilt * weight, 1.0, 1.0
     labels, targets = y.new_zeros(together, 1, batch), z.new_empty(together, classes, batch)
     inputs, answers = block.flatten(0, 1)[:, :features], labels.flatten()
-    steps = list(zip(block, block.mT, targets, strict=True))  # views, made once
+    steps = list(zip(block, block.mT, targets, torch.empty_like(targets), strict=True))  # views, made once
     with torch.autocast(z.device.type, enabled=False):
         for _ in range(epochs):
             for rows in torch.randperm(len(z), generator=generator).to(z.device).split(len(inputs)):
                 torch.index_select(z, 0, rows, out=inputs[: len(rows)])
                 torch.index_select(y, 0, rows, out=answers[: len(rows)])
                 targets.zero_().scatter_(1, labels, 1)
-                for start, (some, columns, wanted) in zip(range(0, len(rows), batch), steps, strict=False):
+                for start, (some, columns, wanted, logits) in zip(range(0, len(rows), batch), steps, strict=False):
                     count = min(batch, len(rows) - start)
                     if count < batch:
-                        some, columns, wanted = some[:count], columns[:, :count], wanted[:, :count]
-                    slopes = slope(torch.mm(weight, columns), wanted)
-                    fade *= sgd.momentum
-                    if fade < FADED:
-                        velocity.mul_(fade)
-                        fade = 1.0
-                    velocity.add_(weight, alpha=sgd.weight_decay / fade)
-                    velocity.addmm_(slopes, some, alpha=1 / (fade * count))
-                    weight.sub_(velocity, alpha=sgd.lr * fade)
-    made = weight.to(old.weight)
+                        some = some[:count]
+                        columns, wanted, logits = (part[:, :count] for part in (columns, wanted, logits))
+                    slopes = slope(logits.addmm_(weight, columns, beta=0, alpha=shrunk), wanted)
+                    faded *= growth * sgd.momentum
+                    if min(faded, shrunk) < FADED:
+                        velocity.mul_(faded)
+                        weight.mul_(shrunk)
+                        faded = shrunk = 1.0
+                    if rest:
+                        velocity.add_(weight, alpha=rest * shrunk / faded)
+                    velocity.addmm_(slopes, some, alpha=growth / (faded * count))
+                    weight.sub_(velocity, alpha=sgd.lr * faded / shrunk)
+                    shrunk /= growth
+    made = (weight * shrunk).to(old.weight)
     return linear_of(made[:, :features], made[:, features] if bias else None)
+
+
+def decays(sgd: SGD) -> tuple[float, float, float]:
+    """SGD without a term for the weight decay: (growth, tilt, rest).
+
+    With v' = m v + decay W + g and W' = W - lr v', the tilted velocity u = v + tilt W goes u' = growth (m u + g), and
+    the weight W' = (W - lr u') / growth: all that is left of the decay are factors. So it is where
+    growth^2 m - growth (1 + m - lr decay) + 1 = 0, tilt = -growth decay / (1 - growth m). Only if lr decay is above
+    (1 - sqrt(m))^2, where W would oscillate, there is no such growth, and the whole decay is the `rest`.
+    """
+    middle = 1 + sgd.momentum - sgd.lr * sgd.weight_decay
+    if middle <= 2 * math.sqrt(sgd.momentum):
+        return 1.0, 0.0, sgd.weight_decay
+    growth = 2 / (middle + math.sqrt(middle**2 - 4 * sgd.momentum))
+    return growth, -growth * sgd.weight_decay / (1 - growth * sgd.momentum), 0.0
 
 
 # ---------------------------------------------------------------------------------------------- FFC
