@@ -1,6 +1,7 @@
 """The exchange on files, as sites and server type it."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from commands import ENVIRONMENT, unskew
+from unskew.cli_sites import FORMS, PRECISIONS
 from unskew.cutting import split
 from unskew.heads import ffc
 from unskew.statistics import FeatureStats, collect
@@ -125,14 +127,27 @@ def test_the_size_is_said_and_a_budget_is_kept(work):
     said = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "a.stats", "--form", "class").out
     size = (work / "a.stats").stat().st_size
     assert f"{size:,} B" in said or f"{size / 1e3:,.1f} kB" in said
-    for budget, form in (("20kB", "class"), ("3.3kB", "pooled"), ("2.5kB", "diagonal"), ("2.4kB", "none")):
-        answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "b.stats", "--force", "--budget", budget)
+
+    def written(*options):
+        answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "b.stats", "--force", *options)
         assert answer.code == 0, answer.err
-        assert (work / "b.stats").stat().st_size <= float(budget[:-2]) * 1000
-        assert head_of(work / "b.stats").form == form
+        return (work / "b.stats").stat().st_size
+
+    rungs = [(form, precision) for form in FORMS for precision in PRECISIONS]  # the richest first
+    sizes = {rung: written("--form", rung[0], "--precision", rung[1]) for rung in rungs}
+    spare = 400  # that a budget may leave unused
+    for budget in sorted({size + extra for size in sizes.values() for extra in (0, spare)}):
+        if budget < min(sizes.values()) + spare:
+            continue
+        assert written("--budget", str(budget)) <= budget
+        head = head_of(work / "b.stats")
+        richer = rungs[: rungs.index((head.form, head.precision))]
+        assert all(sizes[rung] > budget - spare for rung in richer)
     answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "c.stats", "--budget", "1kB")
     assert answer.code == 2
-    assert "the least that these options need" in answer.err
+    least = int(re.search(r"but ([\d,]+) B is the least that these options need", answer.err)[1].replace(",", ""))
+    assert min(sizes.values()) <= least <= min(sizes.values()) + spare
+    assert written("--budget", str(least)) <= least
     assert (
         "500kB or 10MB" in unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "c.stats", "--budget", "much").err
     )
@@ -389,7 +404,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_written(work):
     gathered("none.npz", data="none.npz")
     np.savez("nan.npz", x=np.full((3, 12), np.nan, np.float32), y=np.array([0, 1, 1]))
     gathered("nan", data="nan.npz")
-    gathered("held_out is 1.5", "--hold-out", "1.5")
+    gathered("'--hold-out': 1.5 is not in the range", "--hold-out", "1.5")
     gathered("unknown transform 'log'", "--transform", "log")
     (work / "pickle.pt").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     gathered("pickle.pt", model=("--model", "net.py:build", "--weights", "pickle.pt"))
@@ -622,3 +637,90 @@ def test_ctrl_c_leaves_nothing_behind(work):
     assert "stopped" in err
     assert not list(work.glob("*.stats*"))
     assert not list(work.glob(".*tmp"))
+
+
+@pytest.mark.parametrize("weights", [(), ("--weights", "global.safetensors")])
+def test_a_new_head_has_no_old_one_to_be_validated_against(work, weights):
+    new = ("--model", "net.py:build", *weights, "--classes", "3")
+    for number in range(2):
+        x, y = points(120, number, (0, 1, 2))
+        np.savez(f"new_{number}.npz", x=x, y=y)
+        answer = unskew("stats", *new, "--data", f"new_{number}.npz", "--out", f"new_{number}.stats")
+        assert answer.code == 0, answer.err
+    files = ("--stats", "new_0.stats", "new_1.stats")
+    said = unskew("calibrate", *new, *files, "--calibrator", "ncm", "--propose", "heads").out
+    assert "heads: ncm." in said
+    x, y = points(100, 5, (0,))  # where a head of zeros, which says class 0, would be best
+    np.savez("leaning.npz", x=x, y=y)
+    scored = unskew("evaluate", *new, "--data", "leaning.npz", "--heads", "heads", "--out", "a.answer")
+    assert scored.code == 0
+    assert "old" not in scored.out
+    answer = unskew("calibrate", *new, *files, "--heads", "heads", "--validate", "a.answer", "--out", "n.safetensors")
+    assert answer.code == 0, answer.err
+    assert "head of ncm, from heads" in answer.out
+    assert "old head" not in answer.out
+    assert load_file("n.safetensors")["2.weight"].any()
+    assert "knows nothing yet" in unskew("evaluate", *new, "--data", "new_0.npz").err
+
+
+def test_a_sum_keeps_all_that_the_files_have(work):
+    files = collected("--form", "class")
+    for calibrator in ("auto", "ncm", "ccvr:samples=10"):
+        options = ("--calibrator", calibrator, "--out", "x.safetensors", "--force")
+        alone = unskew("calibrate", *MODEL, "--stats", *files, *options)
+        without = load_file("x.safetensors")["2.weight"]
+        both = unskew("calibrate", *MODEL, "--stats", *files, *options, "--sum", "sum.stats")
+        assert alone.code == both.code == 0, both.err
+        assert head_of(work / "sum.stats").form == "class"
+        assert torch.equal(load_file("x.safetensors")["2.weight"], without)
+
+
+def test_what_is_read_or_written_otherwise_is_not_written_over(work):
+    files = collected()
+    (work / "names.txt").write_text("a\nb\nc\nd\n")
+    (work / "folder").mkdir()
+    before = {path.name: path.read_bytes() for path in work.iterdir() if path.is_file()}
+    site = ("stats", *MODEL, "--data", "site_0.npz", "--force")
+    server = ("calibrate", *MODEL, "--stats", *files, "--force")
+    for message, *command in (
+        ("to be read and to be written", *site, "--labels", "names.txt", "--out", "names.txt"),
+        ("to be read and to be written", *site, "--out", "site_0.npz"),
+        ("to be read and to be written", *site, "--out", "net.py"),
+        ("to be read and to be written", *server, "--out", "global.safetensors"),
+        ("to be written twice", *server, "--out", "x", "--export", "./x"),
+        ("to be written twice", *server, "--out", "x", "--sum", "x"),
+        ("is a folder", *server, "--out", "folder"),
+        ("is a device", *server, "--out", "/dev/null"),
+    ):
+        answer = unskew(*command)
+        assert (answer.code, message in answer.err) == (2, True), answer
+    assert before == {path.name: path.read_bytes() for path in work.iterdir() if path.is_file()}
+
+
+def test_a_prior_is_met_exactly_where_the_files_have_each_class(work):
+    """Not by the pooled part alone, which would take all classes to have one covariance."""
+    files = collected("--form", "class")
+    (work / "mix.txt").write_text("1 2 3 4")
+    options = ("--stats", *files, "--calibrator", "ffc:ridge=1", "--prior", "mix.txt", "--out", "x.safetensors")
+    assert unskew("calibrate", *MODEL, *options).code == 0
+    net = runpy.run_path("net.py")["build"]()
+    net.load_state_dict(load_file("global.safetensors"))
+    total = sum(FeatureStats.load(work / file) for file in files)
+    exact = ffc(ridge=1)(total, net[2], torch.Generator(), torch.tensor([1.0, 2, 3, 4]))
+    assert load_file("x.safetensors")["2.weight"].numpy() == pytest.approx(exact.weight.detach().numpy(), abs=1e-6)
+    near = ffc(ridge=1)(total.reduced("pooled"), net[2], torch.Generator(), torch.tensor([1.0, 2, 3, 4]))
+    assert (near.weight - exact.weight).abs().max() > 1e-4
+
+
+def test_files_of_different_forms_are_told_of(work):
+    collected("--form", "class", sites=1)
+    unskew("stats", *MODEL, "--data", "site_1.npz", "--out", "site_1.stats", "--form", "diagonal")
+    answer = unskew("calibrate", *MODEL, "--stats", "site_0.stats", "site_1.stats", "--out", "x.safetensors")
+    assert answer.code == 0
+    assert "different forms: only what all have is used, form diagonal" in answer.err
+
+
+def test_a_part_beside_its_sum_is_warned_of(work):
+    files = collected()
+    unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors", "--sum", "sum.stats")
+    assert "site_1.stats is a part of the sum sum.stats" in unskew("inspect", "sum.stats", "site_1.stats").out

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unskew.cli_sites import FORMS, PATH, check_free, checked_device, note, options
+from unskew.cli_sites import FORMS, PATH, check_free, checked_device, inputs_of, note, options
 from unskew.console import bar, show, table_of
 from unskew.errors import DataError, UsageError
 
@@ -79,9 +79,9 @@ def calibrate(
         raise UsageError("give --out for the calibrated weights, or --propose for candidate heads")
     if bool(heads) != bool(validate):
         raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
-    for path in (out, export, keep, propose):
-        if path is not None:
-            check_free(path, force, (*files, *without, *validate))
+    written = [path for path in (out, export, keep, propose) if path]
+    mixes = [Path(prior)] if prior else []
+    check_free(written, force, [*inputs_of(given), *files, *without, *validate, *mixes, *([heads] if heads else [])])
     import torch
 
     from unskew.heads import with_classifier
@@ -93,18 +93,24 @@ def calibrate(
 
     known = {path: head_of(path) for path in (*files, *without)}
     kept, removed = _kept(files, without, known)
-    module, model = _opened(given, known, kept[0])
+    module, model, fresh = _opened(given, known, kept[0])
     bias = linear(model.classifier).bias is not None
     common = [form for form in FORMS if all(form in REDUCES[head.form] for head in known.values())]
     asked = calibrator_of(calibrator, common[0], known[kept[0]].transform, bias)
     if asked.apart and (removed or any(head.parts for head in known.values())):
         raise UsageError(f"{asked.name} needs each site's own file: sums and what is taken out of them won't do")
-    form = common[0] if propose else next((form for form in asked.forms if form in common), common[0])
+    if len({known[path].form for path in kept}) > 1:
+        note(f"the files are of different forms: only what all have is used, form {common[0]}")
+    # a prior is met exactly in the richest form
+    useful = next((form for form in (FORMS if prior else asked.forms) if form in common and form in asked.forms), None)
+    form = common[0] if propose or keep or useful is None else useful
     with bar("adding", len(kept) + len(removed)) as progress:
         summed = total_of(kept, form, removed, progress)
     if keep:
         save(summed, keep)
         show(f"{keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
+        if useful and not propose:
+            summed = summed.reduced(useful)
     mix = _prior(prior, summed)
     absent = (summed.count == 0).nonzero().flatten().tolist()
     if absent:
@@ -123,16 +129,16 @@ def calibrate(
             summed = replace(summed.kept, origin=summed.origin)
             sites = []
         names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
-        write_heads(propose, model, {name: made(name) for name in names})
-        show(f"{propose}: the old head and {', '.join(names)}. Each site answers with: unskew evaluate ... "
-             f"--heads {propose} --out SITE.answer")  # fmt: skip
+        write_heads(propose, model, {name: made(name) for name in names}, fresh)
+        show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with: "
+             f"unskew evaluate ... --heads {propose} --out SITE.answer")  # fmt: skip
         return
     assert out is not None
     name, new = _validated(heads, validate, model, mix) if heads else (asked.name, made(calibrator))
     better = with_classifier(model, new).to("cpu")
     told = write_model(out, better, module, name, summed)
-    show(f"{out}: the weights with the head of {name}, from {len(kept)} file{'s' if len(kept) > 1 else ''} and "
-         f"{int(summed.count.sum()):,} examples; {told}")  # fmt: skip
+    source = f"{len(kept)} file{'s' if len(kept) > 1 else ''} and {int(summed.count.sum()):,} examples"
+    show(f"{out}: the weights with the head of {name}, from {heads or source}; {told}")
     if export:
         write_program(export, better, summed.origin)
         show(f"{export}: a torch.export program")
@@ -164,8 +170,8 @@ def _opened(given: Mapping[str, Any], known: Mapping[Path, Head], first: Path) -
     origin, classes = known[first].origin, known[first].classes
     example = example_of(origin)
     layer = given["layer"] or (origin.layer if example is None else None)
-    module, model = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
-                           trust=given["trust"], example=example)  # fmt: skip
+    module, model, fresh = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
+                                  trust=given["trust"], example=example)  # fmt: skip
     if classes != model.classes:
         raise UsageError(f"{first} has {classes} classes, but the model has {model.classes}: give --classes {classes} "
                          "for a new head, as the sites did, or the right model")  # fmt: skip
@@ -178,7 +184,7 @@ def _opened(given: Mapping[str, Any], known: Mapping[Path, Head], first: Path) -
             raise UsageError(
                 f"{path}: collected with other weights than {given['weights'] or given['model']}: collect again{hint}"
             )
-    return Opened(module, model.to(checked_device(given["device"])))
+    return Opened(module, model.to(checked_device(given["device"])), fresh)
 
 
 def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
@@ -200,15 +206,16 @@ def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
     except ValueError as error:
         raise DataError(f"{path}: {error}; it must hold {stats.classes} numbers, one for each class") from None
     if len(values) != stats.classes or not ((values >= 0).all() and 0 < values.sum() < float("inf")):
+        least = f", the least of them {values.min():g}" if len(values) == stats.classes else ""
         raise DataError(
-            f"{path}: it holds {len(values)} numbers; it must hold {stats.classes}, of 0 or more, not all 0"
+            f"{path}: it holds {len(values)} numbers{least}; it must hold {stats.classes}, of 0 or more, not all 0"
         )
     return values.to(stats.count)
 
 
 def _validated(heads: Path, answers: tuple[Path, ...], model: Split, prior: Tensor | None) -> tuple[str, nn.Module]:
     """The head that the sites found best, which can be the old one."""
-    from unskew.heads_file import read_answers, read_heads
+    from unskew.heads_file import OLD, read_answers, read_heads
     from unskew.selection import chosen
 
     modules, digest = read_heads(heads, model)
@@ -220,7 +227,8 @@ def _validated(heads: Path, answers: tuple[Path, ...], model: Split, prior: Tens
         error = (accuracy * (1 - accuracy) / n) ** 0.5
         table.add_row(name + (" *" if name == best else ""), f"{100 * accuracy:.2f}", f"{100 * error:.2f}")
     show(table)
-    show("The old head stays: no other is better." if best == "old" else f"{best} is better than the old head.")
+    if OLD in modules:
+        show("The old head stays: no other is better." if best == OLD else f"{best} is better than the old head.")
     return best, modules[best]
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
+SHARE = click.FloatRange(0, 1, max_open=True)
 FORMS = ("class", "pooled", "diagonal", "none")
 PRECISIONS = ("float64", "float32", "bfloat16", "int16")
 
@@ -80,7 +81,7 @@ def options(*groups: str) -> Callable[[Command], Command]:
               help="of the numbers in the file")  # fmt: skip
 @click.option("--budget", help="the most that the file may have, as in 10MB: takes the richest form that fits")
 @click.option("--transform", default="identity", show_default=True, help="of features, such as unit+fourier:1000:7")
-@click.option("--hold-out", type=float, default=0.0, show_default=True,
+@click.option("--hold-out", type=SHARE, default=0.0, show_default=True,
               help="share of the examples whose moments are sent apart too, to choose a ridge by")  # fmt: skip
 @options("out")
 def stats(
@@ -88,48 +89,55 @@ def stats(
     force: bool, **given: Any,
 ) -> None:  # fmt: skip
     """On a site: write the moments of its features to a small file."""
-    check_free(out, force)
+    check_free([out], force, inputs_of(given))
     from unskew.statistics import collect
     from unskew.statistics_file import save, size_of
     from unskew.transforms import Transform
 
-    data, model = _site(given, "train")
+    data, model, _ = _site(given, "train")
     classes = model.classes
     origin = _origin(data, classes)
     width = Transform(transform).width(model.dimension)
-    form, precision = _form(form, precision, budget, classes, width, bool(hold_out), origin)
+    form, precision = _form(form, precision, budget, classes, width, transform, bool(hold_out), origin)
     with bar("collecting", data.examples) as progress:
         batches = _counted(_on(data.batches(), given["device"]), progress)
         with _naming(given["data"]):
             found = collect(model, batches, classes, form, transform, held_out=hold_out, origin=origin).to("cpu")
     if not found.count.sum() > 0:
         raise DataError(f"{given['data']}: there are no examples")
+    if found.held_out is not None and not found.held_out.count.sum() > 0:
+        note(f"--hold-out {hold_out} of {int(found.count.sum()):,} examples is none: raise it, or leave it out")
     bytes = size_of(found, precision)
     if budget and bytes > _bytes(budget):
-        raise UsageError(f"budget is {budget}, but the file would have {size(bytes)}: it holds class names; raise it")
+        raise UsageError(f"budget is {budget}, but the file would have {bytes:,} B: raise it")
     show(f"{out}: {size(bytes)}, form {form}, {precision}, d = {width}, {classes} classes, "
          f"{int(found.count.sum()):,} examples")  # fmt: skip
     save(found, out, precision)
 
 
 def _form(
-    form: str | None, precision: str | None, budget: str | None, classes: int, width: int, held_out: bool,
-    origin: Origin,
+    form: str | None, precision: str | None, budget: str | None, classes: int, width: int, transform: str,
+    held_out: bool, origin: Origin,
 ) -> tuple[str, str]:  # fmt: skip
     """The form and the precision to collect: as given, or the richest that fits a budget."""
-    from unskew.statistics_file import kinds_of
+    from dataclasses import replace
+
+    from unskew.statistics import FeatureStats
+    from unskew.statistics_file import kinds_of, size_of
 
     if budget is None:
         return form or "pooled", precision or "float64"
-    most = _bytes(budget) - 2_000 - len(json.dumps(origin.labels))  # for the header
-    smallest = 0
+    empty = replace(FeatureStats.zero(classes, width, "none", transform), origin=origin)
+    numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64", True, False).values())
+    header = size_of(empty) - numbers_alone + (900 if held_out else 400)  # what the examples add to it, at most
+    needs: list[int] = []
     for shape in [form] if form else FORMS:
         for numbers in [precision] if precision else PRECISIONS:
-            needed = sum(kind.nbytes for kind in kinds_of(classes, width, shape, numbers, True, held_out).values())
-            if needed <= most:
+            kinds = kinds_of(classes, width, shape, numbers, True, held_out)
+            needs.append(header + sum(kind.nbytes for kind in kinds.values()))
+            if needs[-1] <= _bytes(budget):
                 return shape, numbers
-            smallest = needed
-    raise UsageError(f"budget is {budget}, but {size(smallest + 2_000)} is the least that these options need: raise it")
+    raise UsageError(f"budget is {budget}, but {min(needs):,} B is the least that these options need: raise it")
 
 
 def _bytes(text: str) -> int:
@@ -149,7 +157,7 @@ def _bytes(text: str) -> int:
 @click.command()
 @options("model", "data")
 @click.option("--heads", type=PATH, help="candidate heads of `unskew calibrate --propose`: score them all")
-@click.option("--hold-out", type=float, help="score only what `unskew stats --hold-out` held out")
+@click.option("--hold-out", type=SHARE, help="score only what `unskew stats --hold-out` held out")
 @click.option("--out", type=PATH, help="write the counts of --heads to a file, for the server")
 @click.option("--json", "as_json", is_flag=True, help="print the scores as JSON, nothing else")
 @options("out")
@@ -160,7 +168,7 @@ def evaluate(
     if out and not heads:
         raise UsageError("--out is for the answer to --heads: leave it out, or give --heads")
     if out:
-        check_free(out, force)
+        check_free([out], force, [*inputs_of(given), *([heads] if heads else [])])
     import torch
 
     from unskew.evaluate import Scores, scored
@@ -168,7 +176,9 @@ def evaluate(
     from unskew.models import evaluating, linear
     from unskew.statistics import holding_out
 
-    data, model = _site(given, "train" if hold_out else "test")
+    data, model, fresh = _site(given, "train" if hold_out else "test")
+    if fresh and not heads:
+        note(f"--classes {given['classes']} is a new head, which knows nothing yet")
     if heads:
         note(f"the answer tells how many examples of each class each head of {heads} gets right, and nothing else")
     modules, digest = read_heads(heads, model) if heads else ({"model": model.classifier}, "")
@@ -238,12 +248,24 @@ def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
 # ---------------------------------------------------------------------------------------------- small parts
 
 
-def check_free(path: Path, force: bool, inputs: Iterable[Path] = ()) -> None:
-    """Refuse to write over a file, unless that is asked for, and over what is to be read in any case."""
-    if path.exists() and not force:
-        raise UsageError(f"{path} is there already: choose another name, or --force to replace it")
-    if path.resolve() in [other.resolve() for other in inputs]:
-        raise UsageError(f"{path} is to be read and to be written: choose another name")
+def check_free(paths: Sequence[Path], force: bool, inputs: Iterable[Path] = ()) -> None:
+    """Refuse to write over a file, unless that is asked for, and in any case over what is to be read, or no file."""
+    read, written = [other.resolve() for other in inputs], [path.resolve() for path in paths]
+    for path in paths:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path} is a {'folder' if path.is_dir() else 'device'}: give the name of a file")
+        if path.exists() and not force:
+            raise UsageError(f"{path} is there already: choose another name, or --force to replace it")
+        if path.resolve() in read:
+            raise UsageError(f"{path} is to be read and to be written: choose another name")
+        if written.count(path.resolve()) > 1:
+            raise UsageError(f"{path} is to be written twice: choose another name for one of them")
+
+
+def inputs_of(given: Mapping[str, Any]) -> list[Path]:
+    """The files that the options of a model and of data name."""
+    files = [given[name] for name in ("weights", "labels") if given.get(name)]
+    return [*files, *(Path(given[name].partition(":")[0]) for name in ("model", "data") if given.get(name))]
 
 
 def checked_device(name: str) -> str:
@@ -275,14 +297,14 @@ def _numbers(name: str, text: str | None) -> list[float] | None:
         raise UsageError(f"{name} is {text!r}: give one number for each channel, as in 0.485,0.456,0.406") from None
 
 
-def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split]:
-    """The data of a site and the model, cut with the first of them."""
+def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split, bool]:
+    """The data of a site, the model, cut with the first of them, and whether its classifier is a new one."""
     from unskew.heads_file import labels_in, opened
     from unskew.sites import read_labels, site_data
 
     device = checked_device(given["device"])
-    if given["weights"] is None:
-        note("without --weights, the model's initial weights make the features")
+    if given["weights"] is None and not given["model"].endswith(".pt2"):
+        note("without --weights, the model's initial weights make the features: they must be the same everywhere")
     carried = labels_in(given["weights"]) if given["weights"] else None
     labels = read_labels(given["labels"]) if given["labels"] else carried
     data = site_data(given["data"], part=part, labels=labels, classes=given["classes"], image_size=given["image_size"],
@@ -291,14 +313,14 @@ def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split]:
     first = next(iter(data.batches()), None)
     if first is None:
         raise DataError(f"{given['data']}: there are no examples")
-    _, model = opened(given["model"], given["weights"], classes=given["classes"], layer=given["layer"],
-                      trust=given["trust"], example=_each(lambda value: value[:2], first[0]))  # fmt: skip
+    _, model, fresh = opened(given["model"], given["weights"], classes=given["classes"], layer=given["layer"],
+                             trust=given["trust"], example=_each(lambda value: value[:2], first[0]))  # fmt: skip
     if data.classes is not None and data.classes != model.classes:
         raise UsageError(
-            f"{given['data']} has {data.classes} classes, but the model has {model.classes}: name the model's classes "
-            f"by --labels names.txt, or make a new head by --classes {data.classes}"
+            f"{given['labels'] or given['data']} has {data.classes} classes, but the model has {model.classes}: name "
+            f"the model's classes by --labels names.txt, or make a new head by --classes {data.classes}"
         )
-    return data, model.to(device)
+    return data, model.to(device), fresh
 
 
 def _each(function: Callable[[Any], Any], x: Any) -> Any:

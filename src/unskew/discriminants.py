@@ -25,7 +25,7 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
 
     logit_c = mu_c' S^-1 z - mu_c' S^-1 mu_c / 2 + log pi_c, where S = (1 - s) S_w + s trace(S_w) / d I, S_w is the
     scatter within the classes over the number of examples, s is `shrinkage`, and pi_c is the prior, or else the
-    classes' shares. Where none is given and `choose` holds, s is made from the ridge that suits the moments
+    classes' shares. Where it is 0 and `choose` holds, s is made from the ridge that suits the moments
     (`ridge.strength`): discriminant analysis with S_w + r I and ridge regression span the same directions, so the same
     r serves both. Without any, dead features can spoil the head.
 

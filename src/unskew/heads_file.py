@@ -38,6 +38,7 @@ class Opened(NamedTuple):
 
     module: nn.Module
     model: Split
+    fresh: bool = False  # whether its classifier is a new one, which knows nothing
 
 
 def opened(
@@ -75,11 +76,13 @@ def opened(
     if held:
         head = linear_of(held["weight"], held.get("bias"))
         model.classifier = behind(head, transform, plain(model.classifier).in_features)
+    trained = weights is not None or spec.endswith(".pt2")
+    fresh = classes is not None and not (trained and classes == model.classes)
     if classes is not None and classes != model.classes:
         old = plain(model.classifier)
         bias = None if old.bias is None else old.weight.new_zeros(classes)
         model.classifier = linear_of(old.weight.new_zeros(classes, model.dimension), bias)
-    return Opened(module, model)
+    return Opened(module, model, fresh)
 
 
 def example_of(origin: Origin) -> Tensor | None:
@@ -153,11 +156,11 @@ def write_program(path: Path, model: Split, origin: Origin) -> None:
 # ---------------------------------------------------------------------------------------------- candidates
 
 
-def write_heads(path: Path, model: Split, made: Mapping[str, nn.Module]) -> None:
-    """Write candidate heads, after the one that the model has."""
+def write_heads(path: Path, model: Split, made: Mapping[str, nn.Module], fresh: bool = False) -> None:
+    """Write candidate heads, after the one that the model has, unless that is `fresh` and knows nothing."""
     tree: Tree = {}
     fronts = {}
-    for name, head in {OLD: model.classifier, **made}.items():
+    for name, head in {**({} if fresh else {OLD: model.classifier}), **made}.items():
         layer = plain(head)
         tree[f"{name}/weight"] = layer.weight
         if layer.bias is not None:
@@ -167,7 +170,9 @@ def write_heads(path: Path, model: Split, made: Mapping[str, nn.Module]) -> None
 
 
 def read_heads(path: Path, model: Split) -> tuple[dict[str, nn.Module], str]:
-    """The candidate heads of a file, the old one first, and its digest; refused if they are not for this model."""
+    """The candidate heads of a file, the old one first if there is one, and its digest; refused if they are not for
+    this model.
+    """
     tree, metadata = load_sealed(path)
     if not {"heads", "weights"} <= set(metadata):
         raise DataError(f"{path}: holds no heads; `unskew calibrate --propose` writes them")

@@ -9,7 +9,7 @@ from typing import Any
 from unskew.statistics import FeatureStats, Origin
 from unskew.statistics_file import Head, head_of, load
 
-LARGE = 0.5  # share of all examples from which a site dominates
+LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
@@ -65,15 +65,18 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
         if head.digest in met:
             warnings.append(f"{path} is the same as {met[head.digest]}")
         met.setdefault(head.digest, path)
+        for part in head.parts:
+            held = [other for other, own in zip(files, heads, strict=True) if own.digest == part]
+            warnings += [f"{other} is a part of the sum {path}: leave one of them out" for other in held]
     return warnings
 
 
 def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], counts: list[list[int]]) -> list[str]:
     warnings = []
     total = sum(map(sum, counts))
-    if len(files) > 2:
+    if len(files) > 1:
         for path, site in zip(files, zip(*counts, strict=True), strict=True):
-            if sum(site) > LARGE * total:
+            if sum(site) > (LARGE if len(files) > 2 else OF_TWO) * total:
                 warnings.append(f"{path} dominates: {sum(site) / total:.0%} of all examples; --prior can help")
     for path, site in zip(files, zip(*counts, strict=True), strict=True):
         if not sum(site):

@@ -102,13 +102,14 @@ def chosen(counts: Mapping[str, Tensor], total: Tensor, prior: Tensor | None = N
     """The best of several heads, and the accuracy of each, from the sites' added counts.
 
     `counts[name]` (C,) are the examples of each class that a head classified rightly, of `total` (C,). The first head
-    is the old one, and stays unless another is better. Under a prior, classes count by it instead of by their examples.
+    is the old one, if there is one, and stays unless another is better. Under a prior, classes count by it instead of
+    by their examples.
     """
     if not total.sum() > 0:
         raise UsageError("the sites' answers hold no examples: validate on at least one")
     share = total if prior is None else prior * (total > 0)
     weight = share.double() / (share.sum() * total.clamp(min=1))  # of an example of each class
     accuracies = {name: float(weight @ right.double()) for name, right in counts.items()}
-    old = next(iter(counts))
+    first = next(iter(counts))
     best = max(accuracies, key=accuracies.__getitem__)
-    return best if accuracies[best] > accuracies[old] + 1e-12 else old, accuracies
+    return best if accuracies[best] > accuracies[first] + 1e-12 else first, accuracies

@@ -131,7 +131,8 @@ def site_data(
         case _:
             source = _table(path, label_column or "label", names, batch)
     if source.examples == 0:
-        raise DataError(f"{spec} holds no examples")
+        expected = "; expected a folder for each class, with its images" if kind == "folder" else ""
+        raise DataError(f"{spec} holds no examples{expected}")
     if source.labels is not None and classes not in (None, len(source.labels)):
         found = f"{len(source.labels)} {'labels' if names else f'classes in {spec}'}"
         raise UsageError(f"classes is {classes}, but there are {found}: {LABELS}")
@@ -158,6 +159,8 @@ def read_labels(path: str | Path) -> tuple[str, ...]:
 
 
 def _kind(spec: str, path: Path) -> str:
+    if not spec:
+        raise UsageError(f"data is '': expected {PATHS}, or one of: {', '.join(KNOWN)}")
     if spec in KNOWN:
         return "known data set"
     if ".py:" in spec:

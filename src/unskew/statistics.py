@@ -54,8 +54,11 @@ class Origin:
         for name, mine in asdict(self).items():
             theirs = getattr(other, name)
             if mine is not None and theirs is not None and mine != theirs:
+                columns = (
+                    " (tables whose columns have other names, or another order)" if "columns:" in str(mine) else ""
+                )
                 raise DataError(
-                    f"statistics of different {name} can't be added: {_short(mine)} and {_short(theirs)}; "
+                    f"statistics of different {name} can't be added: {_short(mine)} and {_short(theirs)}{columns}; "
                     "collect both with the same model on the same kind of data"
                 )
             values[name] = mine if mine is not None else theirs
@@ -314,9 +317,8 @@ class FeatureStats:
         """Unbiased variances of one class; zero where n <= 1. (d,), from the "diagonal" form."""
         self._needs("variances without covariances", "diagonal")
         count = self.count[label]
-        if count <= 1:
-            return torch.zeros_like(self.first[label])
-        return (self.second[label] - self.first[label] ** 2 / count).clamp(min=0) / (count - 1)
+        squares = self.second[label] - self.first[label] ** 2 / count.clamp(min=1)
+        return squares.clamp(min=0) * (count > 1) / (count - 1).clamp(min=1)
 
     @property
     def covariance(self) -> Tensor:

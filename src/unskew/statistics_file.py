@@ -255,7 +255,9 @@ def head_of(path: Path) -> Head:
 def _head(file: Reader) -> Head:
     path = file.path
     if file.digest is None:
-        raise DataError(f"{path}: not a statistics file (its header has no digest): write it with FeatureStats.save")
+        raise DataError(
+            f"{path}: not a statistics file (its header has no digest): `unskew stats` and FeatureStats.save write them"
+        )
     try:
         header = {name: json.loads(value) for name, value in file.metadata.items()}
     except (ValueError, RecursionError) as error:
