@@ -16,6 +16,7 @@ from commands import ENVIRONMENT, unskew
 from unskew.cli_sites import FORMS, PRECISIONS
 from unskew.cutting import split
 from unskew.heads import ffc
+from unskew.heads_file import opened
 from unskew.statistics import FeatureStats, collect
 from unskew.statistics_file import head_of
 
@@ -123,19 +124,21 @@ def test_every_rung_of_the_ladder_calibrates(work, form, precision):
     assert accuracy("better.safetensors") > accuracy("global.safetensors") + 0.2
 
 
-def test_the_size_is_said_and_a_budget_is_kept(work):
+@pytest.mark.parametrize("held_out", [False, True])
+def test_the_size_is_said_and_a_budget_is_kept(work, held_out):
     said = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "a.stats", "--form", "class").out
     size = (work / "a.stats").stat().st_size
     assert f"{size:,} B" in said or f"{size / 1e3:,.1f} kB" in said
 
     def written(*options):
+        options = (*options, "--hold-out", "0.3") if held_out else options
         answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "b.stats", "--force", *options)
         assert answer.code == 0, answer.err
         return (work / "b.stats").stat().st_size
 
     rungs = [(form, precision) for form in FORMS for precision in PRECISIONS]  # the richest first
     sizes = {rung: written("--form", rung[0], "--precision", rung[1]) for rung in rungs}
-    spare = 400  # that a budget may leave unused
+    spare = 900 if held_out else 400  # that a budget may leave unused
     for budget in sorted({size + extra for size in sizes.values() for extra in (0, spare)}):
         if budget < min(sizes.values()) + spare:
             continue
@@ -143,7 +146,8 @@ def test_the_size_is_said_and_a_budget_is_kept(work):
         head = head_of(work / "b.stats")
         richer = rungs[: rungs.index((head.form, head.precision))]
         assert all(sizes[rung] > budget - spare for rung in richer)
-    answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "c.stats", "--budget", "1kB")
+    held = ("--hold-out", "0.3") if held_out else ()
+    answer = unskew("stats", *MODEL, "--data", "site_0.npz", "--out", "c.stats", "--budget", "1kB", *held)
     assert answer.code == 2
     least = int(re.search(r"but ([\d,]+) B is the least that these options need", answer.err)[1].replace(",", ""))
     assert min(sizes.values()) <= least <= min(sizes.values()) + spare
@@ -639,9 +643,8 @@ def test_ctrl_c_leaves_nothing_behind(work):
     assert not list(work.glob(".*tmp"))
 
 
-@pytest.mark.parametrize("weights", [(), ("--weights", "global.safetensors")])
-def test_a_new_head_has_no_old_one_to_be_validated_against(work, weights):
-    new = ("--model", "net.py:build", *weights, "--classes", "3")
+def test_a_new_head_has_no_old_one_to_be_validated_against(work):
+    new = (*MODEL, "--classes", "3")
     for number in range(2):
         x, y = points(120, number, (0, 1, 2))
         np.savez(f"new_{number}.npz", x=x, y=y)
@@ -661,6 +664,22 @@ def test_a_new_head_has_no_old_one_to_be_validated_against(work, weights):
     assert "old head" not in answer.out
     assert load_file("n.safetensors")["2.weight"].any()
     assert "knows nothing yet" in unskew("evaluate", *new, "--data", "new_0.npz").err
+    last = unskew("calibrate", *new, *files, "--out", "u.safetensors")
+    assert "no site has checked this head;" in last.out
+
+
+@pytest.mark.parametrize(
+    ("spec", "weights", "classes", "fresh"),
+    [
+        ("net.py:build", "global.safetensors", 4, False), ("net.py:build", "global.safetensors", 3, True),
+        ("net.py:build", None, None, False), ("net.py:build", None, 4, False),  # it may load weights of its own
+        ("cnn:channels=1:size=16", None, 5, True),
+    ],
+)  # fmt: skip
+def test_a_head_is_new_where_nothing_can_have_trained_it(work, spec, weights, classes, fresh):
+    example = torch.zeros(2, 12) if "net" in spec else torch.zeros(2, 1, 16, 16)
+    path = None if weights is None else work / weights
+    assert opened(spec, path, classes=classes, example=example).fresh == fresh
 
 
 def test_a_sum_keeps_all_that_the_files_have(work):
@@ -685,6 +704,7 @@ def test_what_is_read_or_written_otherwise_is_not_written_over(work):
     for message, *command in (
         ("to be read and to be written", *site, "--labels", "names.txt", "--out", "names.txt"),
         ("to be read and to be written", *site, "--out", "site_0.npz"),
+        ("to be read and to be written", *site[:-1], "--out", "site_0.npz"),
         ("to be read and to be written", *site, "--out", "net.py"),
         ("to be read and to be written", *server, "--out", "global.safetensors"),
         ("to be written twice", *server, "--out", "x", "--export", "./x"),
@@ -718,6 +738,15 @@ def test_files_of_different_forms_are_told_of(work):
     answer = unskew("calibrate", *MODEL, "--stats", "site_0.stats", "site_1.stats", "--out", "x.safetensors")
     assert answer.code == 0
     assert "different forms: only what all have is used, form diagonal" in answer.err
+    options = (
+        "--calibrator",
+        "ffc",
+        "--out",
+        "y.safetensors",
+        "--without",
+        "site_1.stats",
+    )  # which is left out at once
+    assert unskew("calibrate", *MODEL, "--stats", "site_0.stats", "site_1.stats", *options).code == 0
 
 
 def test_a_part_beside_its_sum_is_warned_of(work):

@@ -80,8 +80,8 @@ def calibrate(
     if bool(heads) != bool(validate):
         raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
     written = [path for path in (out, export, keep, propose) if path]
-    mixes = [Path(prior)] if prior else []
-    check_free(written, force, [*inputs_of(given), *files, *without, *validate, *mixes, *([heads] if heads else [])])
+    read = inputs_of({**given, "prior": prior, "heads": heads})
+    check_free(written, force, [*read, *files, *without, *validate])
     import torch
 
     from unskew.heads import with_classifier
@@ -95,14 +95,16 @@ def calibrate(
     kept, removed = _kept(files, without, known)
     module, model, fresh = _opened(given, known, kept[0])
     bias = linear(model.classifier).bias is not None
-    common = [form for form in FORMS if all(form in REDUCES[head.form] for head in known.values())]
+    found = {known[path].form for path in (*kept, *removed)}
+    common = [form for form in FORMS if all(form in REDUCES[other] for other in found)]
     asked = calibrator_of(calibrator, common[0], known[kept[0]].transform, bias)
     if asked.apart and (removed or any(head.parts for head in known.values())):
         raise UsageError(f"{asked.name} needs each site's own file: sums and what is taken out of them won't do")
-    if len({known[path].form for path in kept}) > 1:
+    if len(found) > 1:
         note(f"the files are of different forms: only what all have is used, form {common[0]}")
-    # a prior is met exactly in the richest form
-    useful = next((form for form in (FORMS if prior else asked.forms) if form in common and form in asked.forms), None)
+    exact = prior is not None and asked.name == "ffc"  # which needs each class's moments for that
+    forms = ("class", *asked.forms) if exact else asked.forms
+    useful = next((form for form in forms if form in common), None)
     form = common[0] if propose or keep or useful is None else useful
     with bar("adding", len(kept) + len(removed)) as progress:
         summed = total_of(kept, form, removed, progress)
@@ -144,7 +146,8 @@ def calibrate(
         show(f"{export}: a torch.export program")
     if not heads:
         apart = separation(summed)
-        show("Unverified: no site has checked that this head is better than the old one; --propose and --validate do.")
+        doubt = "this head" if fresh else "that this head is better than the old one"
+        show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
         if apart is not None:
             show(f"Forecast: its class Gaussians lie {apart:.2f} deviations apart (mean sliced Wasserstein distance, "
                  "CCVR 5.4); the farther, the more there is to gain.")  # fmt: skip

@@ -168,7 +168,7 @@ def evaluate(
     if out and not heads:
         raise UsageError("--out is for the answer to --heads: leave it out, or give --heads")
     if out:
-        check_free([out], force, [*inputs_of(given), *([heads] if heads else [])])
+        check_free([out], force, inputs_of({**given, "heads": heads}))
     import torch
 
     from unskew.evaluate import Scores, scored
@@ -254,18 +254,18 @@ def check_free(paths: Sequence[Path], force: bool, inputs: Iterable[Path] = ()) 
     for path in paths:
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is a {'folder' if path.is_dir() else 'device'}: give the name of a file")
-        if path.exists() and not force:
-            raise UsageError(f"{path} is there already: choose another name, or --force to replace it")
         if path.resolve() in read:
             raise UsageError(f"{path} is to be read and to be written: choose another name")
+        if path.exists() and not force:
+            raise UsageError(f"{path} is there already: choose another name, or --force to replace it")
         if written.count(path.resolve()) > 1:
             raise UsageError(f"{path} is to be written twice: choose another name for one of them")
 
 
 def inputs_of(given: Mapping[str, Any]) -> list[Path]:
-    """The files that the options of a model and of data name."""
-    files = [given[name] for name in ("weights", "labels") if given.get(name)]
-    return [*files, *(Path(given[name].partition(":")[0]) for name in ("model", "data") if given.get(name))]
+    """The files that these options name, those of a spec such as net.py:build too."""
+    texts = [str(given[name]) for name in ("model", "weights", "data", "labels", "prior", "heads") if given.get(name)]
+    return [path for text in texts for path in (Path(text), Path(text.partition(":")[0])) if path.is_file()]
 
 
 def checked_device(name: str) -> str:

@@ -346,11 +346,13 @@ def decays(sgd: SGD) -> tuple[float, float, float]:
     growth^2 m - growth (1 + m - lr decay) + 1 = 0, tilt = -growth decay / (1 - growth m). Only if lr decay is above
     (1 - sqrt(m))^2, where W would oscillate, there is no such growth, and the whole decay is the `rest`.
     """
-    middle = 1 + sgd.momentum - sgd.lr * sgd.weight_decay
-    if middle <= 2 * math.sqrt(sgd.momentum):
+    momentum, drag = sgd.momentum, sgd.lr * sgd.weight_decay
+    middle = 1 + momentum - drag
+    if middle <= 2 * math.sqrt(momentum):
         return 1.0, 0.0, sgd.weight_decay
-    growth = 2 / (middle + math.sqrt(middle**2 - 4 * sgd.momentum))
-    return growth, -growth * sgd.weight_decay / (1 - growth * sgd.momentum), 0.0
+    square = (1 - momentum) ** 2 - drag * (2 * (1 + momentum) - drag)  # middle^2 - 4 m, but nothing cancels
+    growth = 2 / (middle + math.sqrt(max(square, 0.0)))
+    return growth, -growth * sgd.weight_decay / (1 - growth * momentum), 0.0
 
 
 # ---------------------------------------------------------------------------------------------- FFC

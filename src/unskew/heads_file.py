@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
-from unskew.foreign import exported, is_safetensors, load_module, put_weights, read_weights, save_weights
+from unskew.foreign import exported, is_safetensors, libraries, load_module, put_weights, read_weights, save_weights
 from unskew.heads import behind, plain
 from unskew.models import Split, linear_of, networks
 from unskew.results import load_sealed, metadata_of, save_sealed, seal
@@ -76,8 +76,8 @@ def opened(
     if held:
         head = linear_of(held["weight"], held.get("bias"))
         model.classifier = behind(head, transform, plain(model.classifier).in_features)
-    trained = weights is not None or spec.endswith(".pt2")
-    fresh = classes is not None and not (trained and classes == model.classes)
+    initial = weights is None and spec.partition(":")[0] in (*networks, *libraries)  # a file of yours may load its own
+    fresh = classes is not None and (initial or classes != model.classes)
     if classes is not None and classes != model.classes:
         old = plain(model.classifier)
         bias = None if old.bias is None else old.weight.new_zeros(classes)
