@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from unskew.collecting import collect
 from unskew.heads import ccvr, ffc
 from unskew.models import build, evaluating
-from unskew.statistics import FORMS, FeatureStats, collect
+from unskew.statistics import FORMS, FeatureStats
 
 
 def timed(function, device="cpu"):

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from unskew.collecting import collect
 from unskew.evaluate import batches, score
 from unskew.experiments import Experiment, load_model, run
 from unskew.experiments.parts import data_of, federation_of
@@ -26,7 +27,7 @@ from unskew.heads import oracle, with_classifier
 from unskew.models import Split, evaluating, linear
 from unskew.selection import calibrators
 from unskew.specs import made
-from unskew.statistics import added, collect
+from unskew.statistics import added
 
 HEADS = {
     "none": ["ncm", "ncm:transform=unit", "fedcof", "fedcof:gamma=0.1", "fedcof:gamma=0.01"],

@@ -14,10 +14,11 @@ from torch import nn
 
 from commands import ENVIRONMENT, unskew
 from unskew.cli_sites import FORMS, PRECISIONS
+from unskew.collecting import collect
 from unskew.cutting import split
 from unskew.heads import ffc
 from unskew.heads_file import opened
-from unskew.statistics import FeatureStats, collect
+from unskew.statistics import FeatureStats
 from unskew.statistics_file import head_of
 
 NET = """
@@ -198,7 +199,7 @@ def test_no_harm(work):
     assert accuracy("better.safetensors") > accuracy("global.safetensors")
 
     told = json.loads((work / answers[0]).read_text())
-    assert set(told) == {"id", "heads", "total", "right"}
+    assert set(told) == {"id", "heads", "held_out", "total", "right"}
     told["right"] = {name: [0 if name != "old" else n for n in told["total"]] for name in told["right"]}
     (work / "skewed.answer").write_text(json.dumps(told))
     twin = unskew("evaluate", *MODEL, "--data", "site_0.npz", "--heads", "heads.safetensors", "--out", "twin.answer")
@@ -231,6 +232,32 @@ def test_no_harm(work):
     )
     assert wrong.code == 1
     assert "site_0.answer" in wrong.err
+    fewer = unskew("calibrate", *MODEL, "--stats", *files[1:], *validated[4:], "--out", "z.safetensors")
+    assert "heads.safetensors: heads made from other statistics" in fewer.err
+
+
+def test_what_is_scored_as_held_out_was_held_out(work):
+    files = collected("--hold-out", "0.2")
+    assert unskew("calibrate", *MODEL, "--stats", *files, "--propose", "h.safetensors").code == 0
+    for share in ("0.2", "0.5"):
+        answers = []
+        for number in range(3):
+            answers.append(f"{share}_{number}.answer")
+            data = ("--data", f"site_{number}.npz", "--hold-out", share)
+            assert unskew("evaluate", *MODEL, *data, "--heads", "h.safetensors", "--out", answers[-1]).code == 0
+        validated = ("--stats", *files, "--heads", "h.safetensors", "--validate", *answers)
+        answer = unskew("calibrate", *MODEL, *validated, "--out", f"{share}.safetensors")
+        if share == "0.2":
+            assert answer.code == 0, answer.err
+        else:
+            assert answer.code == 1
+            assert "examples as held out, but their statistics hold out" in answer.err
+    bare = ("--stats", *collected(names="bare_{}.stats"))
+    assert unskew("calibrate", *MODEL, *bare, "--propose", "b.safetensors").code == 0
+    scored = ("--data", "site_0.npz", "--hold-out", "0.2", "--heads", "b.safetensors", "--out", "b.answer")
+    assert unskew("evaluate", *MODEL, *scored).code == 0
+    validated = ("--heads", "b.safetensors", "--validate", "b.answer", "--out", "b_new.safetensors")
+    assert "but their statistics hold out 0" in unskew("calibrate", *MODEL, *bare, *validated).err
 
 
 def test_a_new_head_in_one_round(work):
@@ -310,6 +337,7 @@ def test_held_out_parts_choose_the_ridge(work):
     assert all(20 < head_of(work / path).held_out < 40 for path in files)
     answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors", "--calibrator", "ffc:choose=true")
     assert answer.code == 0, answer.err
+    assert re.search(r"note: ridge=\S+, by the squared error on \d+ held-out examples", answer.err)
     assert accuracy("x.safetensors") > accuracy("global.safetensors") + 0.2
     answer = unskew("evaluate", *MODEL, "--data", "site_0.npz", "--hold-out", "0.25", "--json")
     assert json.loads(answer.out)["model"]["examples"] == head_of(work / files[0]).held_out
@@ -335,6 +363,15 @@ def test_inspect_shows_and_warns(work):
     later = ("--model", "net.py:build", "--weights", "later.safetensors")
     assert unskew("stats", *later, "--data", "site_0.npz", "--out", "later.stats").code == 0
     assert "other weights behind the features" in unskew("inspect", files[0], "later.stats").out
+    (work / "cut.stats").write_bytes((work / files[0]).read_bytes()[:-9])
+    for others in (files, []):  # one that is damaged does not hide the others, which are looked at
+        answer = unskew("inspect", *others, "cut.stats", "none.stats")
+        assert answer.code == 1
+        assert ("site_0.stats alone has class 0" in answer.out) == bool(others)
+        assert "cut.stats: " in answer.err
+        assert "none.stats: " in answer.err
+    answer = unskew("inspect", "cut.stats", files[0], "--json")
+    assert (answer.code, len(json.loads(answer.out)["files"])) == (1, 1)
 
 
 def test_skewed_features_are_warned_of(work):
@@ -488,7 +525,12 @@ def batches(part="train", batch=32):
 
     assert scored("t.safetensors") > max(0.8, scored("text.pt") + 0.2)
     answer = unskew("calibrate", *model, "--stats", "t.stats", "--out", "u.safetensors", "--export", "t.pt2")
-    assert "--export needs a model whose input is one tensor" in answer.err
+    assert answer.code == 0, answer.err
+    program = torch.export.load("t.pt2").module()
+    net = runpy.run_path("text.py")["build"]()
+    net.load_state_dict(load_file("u.safetensors"))
+    ids, mask = torch.randint(40, (5, 13)), torch.ones(5, 13)  # longer texts than any site had
+    torch.testing.assert_close(program(ids=ids, mask=mask), net(ids, mask)["logits"])
 
 
 def test_only_what_is_in_a_sum_can_be_taken_out(work):

@@ -126,6 +126,68 @@ def test_split_of_image_classifiers(module: nn.Module, layer: str, dimension: in
     assert net.features(x).shape == (3, dimension)
 
 
+class Decoder(nn.Module):
+    """As GPT-2 classifies: a layer gives logits for each word, and those of the last word are taken, or their mean."""
+
+    def __init__(self, bias: bool, pool) -> None:
+        super().__init__()
+        self.embeddings, self.score, self.pool = nn.Embedding(11, 6), nn.Linear(6, 4, bias=bias), pool
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor):
+        return Answer(self.pool(self.score(self.embeddings(input_ids)), attention_mask))
+
+
+def last_word(logits: Tensor, mask: Tensor) -> Tensor:
+    return logits[torch.arange(len(logits)), mask.sum(1) - 1]
+
+
+def mean_word(logits: Tensor, mask: Tensor) -> Tensor:
+    return (logits * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("pool", [last_word, mean_word])
+def test_a_layer_before_the_choice_of_a_word_is_found(pool, bias: bool) -> None:
+    module = Decoder(bias, pool)
+    net = split(module, TOKENS)
+    assert (net.layer, net.dimension, net.classes) == ("score", 6, 4)
+    assert net.features(TOKENS).shape == (2, 6)
+    net.classifier = nn.Linear(6, 4, bias=bias)
+    module.load_state_dict(rejoined(net, module))
+    torch.testing.assert_close(module(**TOKENS).logits, net(TOKENS))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda logits, mask: last_word(logits, mask).relu(),
+        lambda logits, mask: logits.max(1).values,
+        lambda logits, mask: last_word(logits, mask) + 1,
+        lambda logits, mask: last_word(logits, mask).flip(1),
+        lambda logits, mask: logits.sum(1),  # a bias would count for each word
+    ],
+)
+def test_what_else_acts_on_the_logits_is_refused(pool) -> None:
+    with pytest.raises(UsageError, match="after Linear 'score' through something else"):
+        split(Decoder(True, pool), TOKENS)
+
+
+def test_a_layer_whose_weight_is_made_of_others_is_put_back() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(192, 4)))
+    net = split(module, IMAGES)
+    net.classifier = nn.Linear(192, 4)
+    module.load_state_dict(rejoined(net, module))
+    torch.testing.assert_close(module(IMAGES), net(IMAGES))
+    net.classifier = nn.Linear(192, 5)
+    with pytest.raises(UsageError, match="layer '1' makes its weight of other tensors"):
+        rejoined(net, module)
+    fixed = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.spectral_norm(nn.Linear(192, 4)))
+    net = split(fixed.eval(), IMAGES)
+    net.classifier = nn.Linear(192, 4)
+    with pytest.raises(UsageError, match="layer '1' makes its weight of other tensors"):
+        rejoined(net, fixed)
+
+
 def first_of(logits: Tensor) -> tuple[Tensor, str]:
     return logits, "more"
 

@@ -14,6 +14,7 @@ from torch import nn
 from commands import ENVIRONMENT
 from conftest import toy_data, toy_model
 from unskew.algorithms import fedavg
+from unskew.collecting import collect
 from unskew.cutting import split
 from unskew.engine import batched, sequential
 from unskew.errors import UsageError
@@ -22,7 +23,6 @@ from unskew.experiments import Experiment, run
 from unskew.heads import calibrate, ccvr, ffc
 from unskew.optim import cosine
 from unskew.simulate import train
-from unskew.statistics import collect
 
 PLAIN = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
 
@@ -96,9 +96,17 @@ def test_a_model_of_named_inputs_is_calibrated():
     inputs = {"input_ids": ids, "attention_mask": torch.ones(12, 6, dtype=torch.int64)}
     model = split(Text().eval(), example=inputs)
     stats = collect(model, [(inputs, y)], 3)
-    assert stats.origin.input_shape is None
+    assert stats.origin.inputs == "input_ids:int64[6] attention_mask:int64[6]"
     for method in (ffc(1.0), ccvr(samples=10, epochs=1)):
         assert calibrate(model, [stats], method)(inputs).shape == (12, 3)
+
+
+def test_a_client_counts_once():
+    draw = torch.Generator().manual_seed(0)
+    model = split(nn.Linear(4, 3), example=torch.zeros(1, 4))
+    stats = collect(model, [(torch.randn(30, 4, generator=draw), torch.arange(30) % 3)], 3)
+    with pytest.raises(UsageError, match="the same client's statistics twice"):
+        calibrate(model, [stats, stats])
 
 
 def test_a_class_that_nobody_has_is_told(caplog):

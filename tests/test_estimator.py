@@ -26,18 +26,19 @@ def test_with_other_options_it_still_is(estimator, check):
     check(estimator)
 
 
-@pytest.mark.parametrize("calibrator", ["lda", "ffc:ridge=1", "gnb", "ncm", "auto"])
+@pytest.mark.parametrize(
+    "calibrator", ["lda", "ffc:ridge=1", "gnb", "ncm", "auto", "ccvr:samples=100:epochs=3:lr=1e-4"]
+)
 def test_parts_in_any_order_give_the_same_head(calibrator):
     x, y = load_digits(return_X_y=True)
     x, names = x[:600], np.array(["zero", *"abcdefghi"])[y[:600]]
-    form = {"gnb": "diagonal", "ncm": "none"}.get(calibrator, "pooled")
-    whole = CalibratedHead(calibrator, form).fit(x, names)
-    parts = CalibratedHead(calibrator, form)
+    whole = CalibratedHead(calibrator).fit(x, names)
+    parts = CalibratedHead(calibrator)
     for rows in np.array_split(np.random.default_rng(0).permutation(600), 5):
         parts.partial_fit(x[rows], names[rows], classes=np.unique(names))
     assert parts.decision_function(x) == pytest.approx(whole.decision_function(x), rel=1e-6, abs=1e-6)
     assert (whole.predict(x) == names).mean() > 0.85
-    sites = [CalibratedHead(calibrator, form).partial_fit(x[k::3], names[k::3], np.unique(names)) for k in range(3)]
+    sites = [CalibratedHead(calibrator).partial_fit(x[k::3], names[k::3], np.unique(names)) for k in range(3)]
     total = sites[0].stats_ + sites[1].stats_ + sites[2].stats_
     summed = clone(sites[0]).fit_statistics(total, np.unique(names))
     assert (summed.predict(x) == whole.predict(x)).mean() > 0.995

@@ -485,6 +485,20 @@ def test_transformers_for_texts(tmp_path: Path) -> None:
     load_weights(load_module(spec, classes=5), tmp_path / "saved" / "model.safetensors")
 
 
+@pytest.mark.parametrize(("kind", "layer"), [("bert", "classifier"), ("gpt2", "score")])
+def test_programs_of_texts_take_any_length(kind: str, layer: str, tmp_path: Path) -> None:
+    spec = folder(tmp_path / kind, kind, vocab_size=20, pad_token_id=0)
+    cut = split(load_module(spec, classes=5), TOKENS).eval()
+    assert cut.layer == layer
+    exported(cut, TOKENS, tmp_path / "text.pt2")
+    program = torch.export.load(tmp_path / "text.pt2").module()
+    for examples, length in ((1, 5), (4, 17)):
+        ids = torch.randint(1, 20, (examples, length))
+        texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with torch.no_grad():
+            torch.testing.assert_close(program(**texts), cut(texts), rtol=1e-3, atol=1e-4)
+
+
 def test_transformers_by_their_type(tmp_path: Path) -> None:
     transformers = zoo("transformers")
     module = load_module("transformers:mobilenet_v2", classes=5)

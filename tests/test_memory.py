@@ -17,7 +17,8 @@ from torch import nn
 from unskew.heads import calibrate, ccvr, ffc
 from unskew.discriminants import lda
 from unskew.models import Split
-from unskew.statistics import FeatureStats, collect
+from unskew.collecting import collect
+from unskew.statistics import FeatureStats
 from unskew.statistics_file import total_of
 
 torch.set_num_threads(2)

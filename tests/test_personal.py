@@ -9,6 +9,7 @@ from torch import nn
 
 from conftest import toy_data, toy_model
 from unskew.algorithms import fedavg, fedbabu, fedrep, lg_fedavg, mse, on_sphere
+from unskew.collecting import collect
 from unskew.engine import installed, plan
 from unskew.errors import UsageError
 from unskew.evaluate import batches, score
@@ -18,7 +19,6 @@ from unskew.models import body
 from unskew.partition import dirichlet, federate, iid
 from unskew.personal import Personal, everything, ffc, head, own, personal_models, score_personal, ways
 from unskew.simulate import Diverged, train
-from unskew.statistics import collect
 from unskew.variants import clsnorm, spherical
 
 

@@ -24,6 +24,7 @@ from unskew.algorithms import (
     scaffold,
     server,
 )  # fmt: skip
+from unskew.collecting import collect
 from unskew.engine import batched, plan, sequential
 from unskew.evaluate import batches
 from unskew.heads import calibrate, ffc
@@ -31,7 +32,7 @@ from unskew.models import body, head
 from unskew.optim import momentum
 from unskew.partition import Federation
 from unskew.simulate import train
-from unskew.statistics import FeatureStats, collect
+from unskew.statistics import FeatureStats
 
 
 def last(algorithm, federation, norm="batch", model=None, **options):

@@ -8,9 +8,10 @@ from sklearn.linear_model import Ridge, RidgeCV
 from torch import nn
 
 from test_statistics import features
+from unskew.collecting import collect
 from unskew.models import Split
 from unskew.ridge import GRID, solve, squared_error, strength
-from unskew.statistics import FeatureStats, added, collect
+from unskew.statistics import FeatureStats, added
 
 
 def onehot(y, classes):

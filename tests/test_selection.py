@@ -7,11 +7,12 @@ from sklearn.linear_model import Ridge
 from torch import nn
 
 from test_discriminants import data, old, parts
+from unskew.collecting import collect
 from unskew.errors import UsageError
 from unskew.heads import calibrate, ccvr, ffc
 from unskew.models import Split
 from unskew.selection import BEST, calibrator_of, calibrators, candidates, chosen, separation
-from unskew.statistics import FORMS, FeatureStats, added, collect
+from unskew.statistics import FORMS, FeatureStats, added
 
 
 def test_every_form_has_a_default_that_works_from_it():

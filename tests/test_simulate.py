@@ -11,6 +11,7 @@ from conftest import toy_data, toy_model
 from methods import METHODS
 from test_equivalence import gap
 from unskew.algorithms import fedavg, fedavgm, fedprox, fedrep, on_sphere, server
+from unskew.collecting import collect
 from unskew.engine import batched, installed, sequential
 from unskew.errors import UsageError
 from unskew.evaluate import batches
@@ -20,7 +21,6 @@ from unskew.optim import SGD, constant, cosine, momentum, multistep
 from unskew.partition import Federation
 from unskew.seeds import generator
 from unskew.simulate import Diverged, train
-from unskew.statistics import collect
 from unskew.variants import clsnorm, spherical
 
 

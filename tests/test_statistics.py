@@ -11,12 +11,15 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from conftest import toy_data, toy_model
+from unskew.collecting import collect, weights_digest
 from unskew.errors import DataError, UsageError
 from unskew.evaluate import batches
 from unskew.heads import calibrate
 from unskew.models import Split, linear
 from unskew.packing import mirror, pack, unpack
-from unskew.statistics import FORMS, FeatureStats, Origin, collect, weights_digest
+from unskew.statistics import FORMS, FeatureStats, Origin
+
+X, Y = torch.zeros(2, 1, 8, 8, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
 
 
 def features(n=300, d=6, classes=4, mean=3.0, seed=0):
@@ -136,9 +139,9 @@ def test_what_does_not_belong_together_is_not_added():
 def test_what_is_known_of_the_origin_is_kept_in_any_order():
     z, y = features()
     bare = FeatureStats.of(z, y, 4)
-    known = replace(bare, origin=Origin("fc", (3, 8, 8), "float32", "abc"))
+    known = replace(bare, origin=Origin("fc", "float32[3,8,8]", "abc"))
     assert (bare + known).origin == (known + bare).origin == known.origin
-    for field, value in {"layer": "head", "input_shape": (1, 8, 8), "input_dtype": "uint8"}.items():
+    for field, value in {"layer": "head", "inputs": "float32[1,8,8]"}.items():
         with pytest.raises(DataError, match=f"different {field}"):
             _ = known + replace(known, origin=replace(known.origin, **{field: value}))
 
@@ -198,15 +201,40 @@ def test_collect_streams_in_eval_mode_and_restores_every_mode():
 
 def test_collect_restores_modes_when_the_model_fails():
     model = toy_model().train()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(UsageError, match=r"the model fails on an input of shape \(1, 2, 3\)"):
         collect(model, [(torch.zeros(1, 2, 3), torch.zeros(1, dtype=torch.int64))], 5)
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"classes": -1}, "classes is -1: it must be at least 1, and whole"),
+        ({"classes": 2.5}, "classes is 2.5"),
+        ({"form": "full"}, "form is 'full'"),
+        ({"held_out": 1.5}, "held_out is 1.5"),
+        ({"batches": [(X.numpy(), Y)]}, "the inputs of a batch are ndarray, not a tensor"),
+        ({"batches": [(X, Y.numpy())]}, "the labels of a batch are ndarray, not a tensor"),
+        ({"batches": [(X, Y.tolist())]}, "the labels of a batch are list of 2, not a tensor"),
+        ({"batches": [(X, Y[:, None])]}, r"the labels of a batch have the shape \(2, 1\)"),
+        ({"batches": [(X, Y.double())]}, "labels .*whole numbers"),
+        ({"batches": [(X, Y[:1])]}, r"they are \(2, 8\) and \(1,\)"),
+        ({"batches": [(X, Y + 9)]}, "labels lie in 9..9"),
+        ({"batches": [(X, Y, Y)]}, "a batch is tuple of 3: it must be a pair of inputs and labels"),
+        ({"batches": [X]}, "a batch is Tensor: it must be a pair"),
+        ({"batches": [(X[:, :, :3], Y)]}, r"the model fails on an input of shape \(2, 1, 3, 8\)"),
+    ],
+)
+def test_collect_refuses_what_can_not_be_meant(change, says):
+    options = {"batches": [(X, Y)], "classes": 5, **change}
+    with pytest.raises((UsageError, DataError), match=says):
+        collect(toy_model(), **options)
 
 
 def test_collect_knows_where_its_statistics_come_from():
     data, model = toy_data(), toy_model()
     origin = collect(model, batches(data, dtype=torch.float64), 5).origin
-    assert (origin.layer, origin.input_shape, origin.input_dtype) == ("classifier", (1, 8, 8), "float64")
+    assert (origin.layer, origin.inputs) == ("classifier", "float64[1,8,8]")
     assert origin.weights == weights_digest(model)
     recalibrated = Split(model.features, nn.Linear(8, 5).double())
     assert weights_digest(recalibrated) == weights_digest(model)  # the classifier does not make features
@@ -262,7 +290,7 @@ def test_a_head_made_on_a_gpu_is_that_of_a_cpu(name, form, d):
 @pytest.mark.parametrize("form", FORMS)
 def test_features_are_added_in_groups(form, monkeypatch):
     """Groups that end within the batches and after them, of features that are a part of something larger."""
-    monkeypatch.setattr("unskew.statistics.ROWS", 64)
+    monkeypatch.setattr("unskew.collecting.ROWS", 64)
     x, y = features(300, d=6)
     model = Split(nn.Sequential(nn.Unflatten(1, (2, 3)), Second()), nn.Linear(3, 4)).double()
     kept = collect(model, zip(x.split(25), y.split(25), strict=True), 4, form)

@@ -22,7 +22,7 @@ from unskew.statistics_file import PRECISIONS
 def stats():
     z, y = features()
     made = FeatureStats.of(z, y, 4, transform="relu-tukey:0.5")
-    return replace(made, origin=Origin("fc", (3, 32, 32), "uint8", "abc"))
+    return replace(made, origin=Origin("fc", "uint8[3,32,32]", "abc"))
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_the_header_holds_every_field_of_version_1(stats, path):
     assert set(header) == {*statistics_file.FIELDS, "digest"}
     assert (header["version"], header["classes"], header["dimension"]) == (1, 4, 6)
     assert (header["form"], header["transform"], header["precision"]) == ("class", "relu-tukey:0.5", "float64")
-    assert (header["layer"], header["input_shape"], header["input_dtype"]) == ("fc", [3, 32, 32], "uint8")
+    assert (header["layer"], header["inputs"]) == ("fc", "uint8[3,32,32]")
     assert (header["weights"], header["examples"], header["producer"]) == ("abc", 300, "unskew 0.1.0")
     assert [header[name] for name in ("held_out", "privacy", "labels", "preparation")] == [None, None, None, None]
 
@@ -309,8 +309,10 @@ def sealed(path, payload, header):
         ({"version": 1.0}, "version is 1.0"),
         ({"transform": 3}, "transform is '3'"),
         ({"precision": []}, "precision is"),
-        ({"input_shape": 5}, "input_shape is '5'"),
-        ({"input_shape": "abc"}, "input_shape is 'abc'"),
+        ({"inputs": 5}, "inputs is '5'"),
+        ({"inputs": "abc"}, "inputs is 'abc'"),
+        ({"inputs": "float32[99999999999]"}, "inputs is 'float32"),
+        ({"inputs": ""}, "inputs is ''"),
         ({"layer": {}}, "layer is"),
         ({"weights": 5}, "weights is '5'"),
         ({"examples": -1}, "examples is"),

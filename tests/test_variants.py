@@ -7,6 +7,7 @@ import torch
 
 from conftest import toy_data, toy_model
 from unskew.algorithms import fedavg, on_sphere, proximal, squared_error
+from unskew.collecting import collect
 from unskew.engine import batched, installed, network, sequential
 from unskew.errors import UsageError
 from unskew.evaluate import batches
@@ -15,7 +16,6 @@ from unskew.models import head
 from unskew.partition import Federation
 from unskew.seeds import generator
 from unskew.simulate import train
-from unskew.statistics import collect
 from unskew.variants import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         scaffold as scaffold,
         server as server,
     )
+    from unskew.collecting import collect as collect
     from unskew.costs import Traffic as Traffic, traffic as traffic
     from unskew.cutting import split as split
     from unskew.data import Dataset as Dataset, dataset as dataset, load as load
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
         score_personal as score_personal,
     )
     from unskew.simulate import Round as Round, Training as Training, train as train
-    from unskew.statistics import FeatureStats as FeatureStats, collect as collect
+    from unskew.statistics import FeatureStats as FeatureStats
     from unskew.sums import Sum as Sum, plain_sum as plain_sum
     from unskew.variants import (
         clsnorm as clsnorm,
@@ -127,6 +128,7 @@ _HOMES = {
         "scaffold",
         "server",
     ],
+    "collecting": ["collect"],
     "costs": ["Traffic", "traffic"],
     "cutting": ["split"],
     "data": ["Dataset", "dataset", "load"],
@@ -144,7 +146,7 @@ _HOMES = {
     "partition": ["Federation", "classes", "dirichlet", "federate", "iid", "quantity", "shards"],
     "personal": ["Personal", "personal_models", "score_personal"],
     "simulate": ["Round", "Training", "train"],
-    "statistics": ["FeatureStats", "collect"],
+    "statistics": ["FeatureStats"],
     "sums": ["Sum", "plain_sum"],
     "variants": ["clsnorm", "fixed_classifier", "projection", "spherical", "unit_features"],
     "workers": ["Workers"],

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from unskew import __version__
 from unskew.data import data_folder
 from unskew.dispatch import ladder, left_of, most_lanes, ranks
 from unskew.engine import Engine
@@ -164,7 +165,7 @@ def _remembered(run: Training, precision: str, measure: Callable[[], dict[str, f
         "functions": functions, "clients": min(8, len(run.ids(1))), "precision": precision,
         "device": torch.cuda.get_device_name() if data.y.is_cuda else f"{platform.machine()} {platform.processor()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "unskew": __version__,
     })  # fmt: skip
     known = _read(path)
     if key not in known:

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -68,6 +69,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no arrow shows a question mark
     warnings.showwarning = _noted
+    logging.getLogger("unskew").handlers = [_Notes()]
     try:
         code = app(prog_name="unskew", standalone_mode=False)
     except click.exceptions.Exit as stop:
@@ -91,6 +93,12 @@ def main() -> None:
             raise
         code = _failed("out of memory: try --engine sequential, a smaller --batch or a smaller --model")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line for a message that is logged."""
+        print(f"note: {record.getMessage()}", file=sys.stderr)
 
 
 def _noted(
@@ -420,6 +428,7 @@ def list_names(what: str | None) -> None:
     from unskew.experiments.parts import known_calibrators
     from unskew.experiments.tables import tables
     from unskew.methods import pieces
+    from unskew.selection import BEST
 
     factories: dict[str, Mapping[str, Callable[..., Any]]] = {
         "models": models.networks,
@@ -442,6 +451,9 @@ def list_names(what: str | None) -> None:
             given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
             options = "" if kind == "models" else _listed(defaults_of(factory), given)
             table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
+        if kind == "calibrators":
+            best = ", ".join(f"{spec} from the {form} form" for form, spec in BEST.items())
+            table.add_row("auto", "", f"In `unskew calibrate`: what did best by measurement, {best}.")
         show(table)
         if kind == "methods":
             show("\nThey combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")

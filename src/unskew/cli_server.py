@@ -6,6 +6,7 @@ with --heads and --validate it takes the best of them by the sites' answers, or 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -82,6 +83,7 @@ def calibrate(
     written = [path for path in (out, export, keep, propose) if path]
     read = inputs_of({**given, "prior": prior, "heads": heads})
     check_free(written, force, [*read, *files, *without, *validate])
+    logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
     import torch
 
     from unskew.heads import with_classifier
@@ -113,6 +115,7 @@ def calibrate(
         show(f"{keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
         if useful and not propose:
             summed = summed.reduced(useful)
+    parts = summed.parts
     mix = _prior(prior, summed)
     absent = (summed.count == 0).nonzero().flatten().tolist()
     if absent:
@@ -131,12 +134,12 @@ def calibrate(
             summed = replace(summed.kept, origin=summed.origin)
             sites = []
         names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
-        write_heads(propose, model, {name: made(name) for name in names}, fresh)
+        write_heads(propose, model, {name: made(name) for name in names}, parts, fresh)
         show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with: "
              f"unskew evaluate ... --heads {propose} --out SITE.answer")  # fmt: skip
         return
     assert out is not None
-    name, new = _validated(heads, validate, model, mix) if heads else (asked.name, made(calibrator))
+    name, new = _validated(heads, validate, model, mix, summed) if heads else (asked.name, made(calibrator))
     better = with_classifier(model, new).to("cpu")
     told = write_model(out, better, module, name, summed)
     source = f"{len(kept)} file{'s' if len(kept) > 1 else ''} and {int(summed.count.sum()):,} examples"
@@ -167,11 +170,12 @@ def _kept(
 
 def _opened(given: Mapping[str, Any], known: Mapping[Path, Head], first: Path) -> Opened:
     """The model that the files were made with; refused if they were made with another."""
-    from unskew.heads_file import Opened, example_of, opened
-    from unskew.statistics import weights_digest
+    from unskew.collecting import weights_digest
+    from unskew.heads_file import Opened, opened
+    from unskew.inputs import stand_in, varies
 
     origin, classes = known[first].origin, known[first].classes
-    example = example_of(origin)
+    example = stand_in(origin.inputs) if origin.inputs and not varies(origin.inputs) else None
     layer = given["layer"] or (origin.layer if example is None else None)
     module, model, fresh = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
                                   trust=given["trust"], example=example)  # fmt: skip
@@ -216,16 +220,25 @@ def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
     return values.to(stats.count)
 
 
-def _validated(heads: Path, answers: tuple[Path, ...], model: Split, prior: Tensor | None) -> tuple[str, nn.Module]:
+def _validated(
+    heads: Path, files: tuple[Path, ...], model: Split, prior: Tensor | None, stats: FeatureStats
+) -> tuple[str, nn.Module]:
     """The head that the sites found best, which can be the old one."""
     from unskew.heads_file import OLD, read_answers, read_heads
     from unskew.selection import chosen
 
-    modules, digest = read_heads(heads, model)
-    right, total = read_answers(answers, digest, modules)
-    best, accuracies = chosen(right, total, None if prior is None else prior.to(total))
-    n = float(total.sum())
-    table = table_of("head", f"accuracy (%) on {n:,.0f} examples of {len(answers)} sites", "standard error")
+    modules, digest = read_heads(heads, model, stats.parts)
+    answers = read_answers(files, digest, modules)
+    there = answers.total * 0 if stats.held_out is None else stats.held_out.count.cpu()
+    if (answers.held_out > there).any():
+        raise DataError(
+            f"the sites have scored {answers.held_out.sum():,.0f} examples as held out, but their statistics hold out "
+            f"{there.sum():,.0f}, and the heads were made from the others: let each site evaluate with the --data and "
+            "the --hold-out of its `unskew stats`"
+        )
+    best, accuracies = chosen(answers.right, answers.total, None if prior is None else prior.to(answers.total))
+    n = float(answers.total.sum())
+    table = table_of("head", f"accuracy (%) on {n:,.0f} examples of {len(files)} sites", "standard error")
     for name, accuracy in accuracies.items():
         error = (accuracy * (1 - accuracy) / n) ** 0.5
         table.add_row(name + (" *" if name == best else ""), f"{100 * accuracy:.2f}", f"{100 * error:.2f}")

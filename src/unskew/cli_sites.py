@@ -90,7 +90,7 @@ def stats(
 ) -> None:  # fmt: skip
     """On a site: write the moments of its features to a small file."""
     check_free([out], force, inputs_of(given))
-    from unskew.statistics import collect
+    from unskew.collecting import collect
     from unskew.statistics_file import save, size_of
     from unskew.transforms import Transform
 
@@ -171,10 +171,11 @@ def evaluate(
         check_free([out], force, inputs_of({**given, "heads": heads}))
     import torch
 
+    from unskew.collecting import holding_out
+    from unskew.cutting import tried
     from unskew.evaluate import Scores, scored
     from unskew.heads_file import answer_of, read_heads
     from unskew.models import evaluating, linear
-    from unskew.statistics import holding_out
 
     data, model, fresh = _site(given, "train" if hold_out else "test")
     if fresh and not heads:
@@ -186,7 +187,7 @@ def evaluate(
     scores = {name: Scores(torch.zeros(classes, classes, dtype=torch.int64)) for name in modules}
     with bar("scoring", data.examples, as_json) as progress, evaluating(model), torch.no_grad():
         for x, y, held in holding_out(_counted(_on(data.batches(), given["device"]), progress), hold_out or 0.0):
-            z = model.features(x)
+            z = tried(model.features, "the model", x)
             rows = (held if hold_out else torch.ones_like(held)).to(z.device)
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 raise DataError(f"{given['data']}: labels lie in {int(y.min())}..{int(y.max())}, but the model has "
@@ -197,7 +198,8 @@ def evaluate(
     if not total.sum() > 0:
         raise DataError(f"{given['data']}: there are no examples to score")
     if out:
-        write_text(out, answer_of(digest, total, {name: part.confusion.diagonal() for name, part in scores.items()}))
+        right = {name: part.confusion.diagonal() for name, part in scores.items()}
+        write_text(out, answer_of(digest, total, right, bool(hold_out)))
     if as_json:
         print(json.dumps({name: {"accuracy": score.accuracy, "worst_class": score.worst_class, "examples":
                                  int(total.sum()), "per_class": [None if v != v else v for v in score.per_class]}
@@ -224,14 +226,20 @@ def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
     found = inspected(files)
     if as_json:
         print(json.dumps(found))
-        return
+    elif found["files"]:
+        _show_files(found)
+    if found["refused"]:
+        raise DataError("; ".join(found["refused"]))
+
+
+def _show_files(found: Mapping[str, Any]) -> None:
     table = table_of("file", "examples", "classes", "d", "form", "precision", "transform", "size", "held out")
     for site in found["files"]:
         table.add_row(site["file"], f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
                       str(site["dimension"]), site["form"], site["precision"], site["transform"], size(site["bytes"]),
                       "·" if site["held_out"] is None else str(site["held_out"]))  # fmt: skip
     show(table)
-    few = len(files) <= 12
+    few = len(found["files"]) <= 12
     names = [Path(site["file"]).stem for site in found["files"]]
     table = table_of("class", "examples", "sites", "largest share", *(names if few else []))
     for row in found["table"]:

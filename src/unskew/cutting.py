@@ -9,8 +9,9 @@ the names that they have in the module, so that others need nothing of Unskew to
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -161,7 +162,11 @@ def rejoined(cut: Split, module: nn.Module) -> Tree:
         raise UsageError(f"the cut was not made from this {type(module).__name__} by split(module, ...): make it so")
     old = module.state_dict(keep_vars=True)
     tree = {name: held.get(name, value).detach() for name, value in old.items()}
-    names = {part: f"{layer}.{part}" if layer else part for part in ("weight", "bias")}
+    start = f"{layer}." if layer else ""
+    if f"{start}weight" not in old:  # its weight is made of others, as by torch's weight_norm
+        own = _holding(cut.classifier, module.get_submodule(layer), layer)
+        return tree | {start + name: value for name, value in own.items()}
+    names = {part: start + part for part in ("weight", "bias")}
     values = {"weight": new.weight, "bias": new.bias}
     if new.bias is None and names["bias"] in old:
         values["bias"] = new.weight.new_zeros(new.out_features)
@@ -171,6 +176,25 @@ def rejoined(cut: Split, module: nn.Module) -> Tree:
             also = [name for name, tensor in old.items() if tensor is before]  # a layer may have two names
             tree |= dict.fromkeys([names[part], *also], value.detach())
     return tree
+
+
+def _holding(head: nn.Module, old: nn.Module, layer: str) -> Tree:
+    """The state dict of a layer like `old`, whose weight is made of other tensors, that acts as a new head does."""
+    held, new = copy.deepcopy(old), linear(head)
+    try:
+        with torch.no_grad():
+            held.weight = new.weight.detach()
+            if new.bias is not None:
+                held.bias = nn.Parameter(new.bias)
+            z = torch.randn(2, new.in_features, generator=torch.Generator().manual_seed(0)).to(new.weight)
+            if new.weight.shape != old.weight.shape or not _same(held(z), head(z), 1e-4):
+                raise ValueError("it gives something else")
+    except Exception as error:
+        raise UsageError(
+            f"layer {layer!r} makes its weight of other tensors, which can't be set so that it is the new one: remove "
+            "that (torch.nn.utils.parametrize.remove_parametrizations) before, or use --export"
+        ) from error
+    return {name: value.detach() for name, value in held.state_dict().items()}
 
 
 # -------- Parts of the cut --------
@@ -204,19 +228,19 @@ def _check_again(cut: Split, example: Any, output: Tensor, module: nn.Module) ->
         raise _refusal(module, f"its features and {told} one after the other don't give its output again")
 
 
-def _answer(features: Features, example: Any) -> Tensor:
-    """What a module gives for the example, or a refusal if it can't take it."""
+def tried(network: Callable[[Any], Tensor], name: str, x: Any) -> Tensor:
+    """What a network gives for an input, or a refusal if it can't take it."""
     try:
         with torch.no_grad():
-            return features(example)
-    except UsageError:
+            return network(x)
+    except (UsageError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        inputs = example.items() if isinstance(example, Mapping) else [("an input", example)]
+        inputs = x.items() if isinstance(x, Mapping) else [("an input", x)]
         shapes = ", ".join(f"{name} of shape {tuple(x.shape)}" for name, x in inputs if isinstance(x, Tensor))
         raise UsageError(
-            f"{type(features.module).__name__} fails on {shapes or 'the example'}: "
-            f"{type(error).__name__}: {error}. Give an input of the kind that it takes"
+            f"{name} fails on {shapes or 'the example'}: {type(error).__name__}: {error}. Give an input of the kind "
+            "that it takes"
         ) from error
 
 
@@ -251,35 +275,64 @@ def _found(features: Features, example: Any, wanted: nn.Linear | None) -> tuple[
 
     leaves = [part for part in names if isinstance(part, nn.Linear) or next(part.children(), None) is None]
     hooks = [part.register_forward_hook(watch) for part in leaves]
-    output = _answer(features, example)  # (B, C)
+    output = tried(features, type(module).__name__, example)  # (B, C)
     for hook in hooks:
         hook.remove()
 
     if output.ndim != 2:
         raise _refusal(module, f"its output has the shape {tuple(output.shape)}, not (B, C)")
-    last = f"the last layer that it runs is {told(called[-1])}" if called else "it runs no layer"
+    ran = f"the last layer that it runs is {told(called[-1])}" if called else "it runs no layer"
     if not answers:
-        raise _refusal(module, f"it runs no nn.Linear at all; {last}")
+        raise _refusal(module, f"it runs no nn.Linear at all; {ran}")
     if wanted is not None and wanted not in called:
-        raise _refusal(module, f"{told(wanted)} is not run on this example; {last}")
+        raise _refusal(module, f"{told(wanted)} is not run on this example; {ran}")
     after = told(wanted or answers[-1][0])
-    beyond = f"its output comes after {after} through something else (softmax, scale?); {last}"
-    ends = [part for part, answer in answers if _same(answer, output) and wanted in (part, None)]
-    if not ends:
-        raise _refusal(module, beyond)
-    layer = ends[-1]
+    beyond = f"its output comes after {after} through something else (softmax, scale?); {ran}"
+    ends = [part for part, answer in answers if _same(answer, output)]
+    layer = wanted or (ends or [part for part, _ in answers])[-1]
     if called.count(layer) > 1:
         raise _refusal(module, f"{told(layer)} is used {called.count(layer)} times in one pass")
-
-    # A ReLU, say, may have had nothing to do on this example: so the layer answers once with both signs.
-    probe = torch.linspace(-1e4, 1e4, output.numel()).view_as(output).to(output)  # (B, C)
-    hook = layer.register_forward_hook(lambda *_: probe.clone())
-    with torch.no_grad():
-        steered = features(example)
-    hook.remove()
-    if not _same(steered, probe):
+    if layer in ends:  # a ReLU, say, may have had nothing to do on this example: so the layer answers with both signs
+        probe = torch.linspace(-1e4, 1e4, output.numel()).view_as(output).to(output)  # (B, C)
+        steered = _steered(features, layer, example, lambda _: probe.clone())
+        last = steered is not None and _same(steered, probe)
+    else:
+        last = _may_come_last(features, layer, example)
+    if not last:
         raise _refusal(module, beyond)
     return layer, output
+
+
+def _may_come_last(features: Features, layer: nn.Linear, example: Any) -> bool:
+    """Whether a layer can as well act after what follows it, as where the logits of one word are chosen, or their mean
+    over all words. Tried with other weights, large and of both signs.
+    """
+    z = _steered(features, layer, example, torch.clone)
+    if z is None or z.ndim != 2 or z.shape[1] != layer.in_features:
+        return False
+    draw = torch.Generator().manual_seed(0)
+    size = 1e4 / z.norm(dim=1).clamp(min=1e-6).median().cpu()
+    for _ in range(2):
+        weight = (size * torch.randn(layer.weight.shape, generator=draw)).to(layer.weight)
+        bias = None if layer.bias is None else (1e3 * torch.randn(layer.out_features, generator=draw)).to(layer.bias)
+        after = _steered(features, layer, example, functools.partial(F.linear, weight=weight, bias=bias))
+        expected = F.linear(z, weight, bias)
+        scale = float(expected.abs().max())
+        if after is None or not _same(after / scale, expected / scale, 1e-4):
+            return False
+    return True
+
+
+def _steered(features: Features, layer: nn.Linear, example: Any, instead: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """What a module gives when a layer acts otherwise; None if it then fails."""
+    hook = layer.register_forward_hook(lambda _, inputs, answer: instead(inputs[0]))
+    try:
+        with torch.no_grad():
+            return features(example)
+    except Exception:
+        return None
+    finally:
+        hook.remove()
 
 
 # -------- Programs --------
@@ -327,7 +380,7 @@ def _split_graph(module: fx.GraphModule, example: Any, layer: str | None) -> Spl
     copied.recompile()
     cut = Split(features, classifier, found).eval()
     if example is not None:
-        _check_again(cut, example, _answer(Features(module), example), module)
+        _check_again(cut, example, tried(Features(module), type(module).__name__, example), module)
     return cut
 
 

@@ -27,8 +27,8 @@ Array = npt.NDArray[Any]
 class CalibratedHead(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """A classifier that is made from moments of features, by any calibrator but those that need sites apart.
 
-    `calibrator` is a spec such as "lda:shrinkage=0.1", `form` that of the moments, `front` what is done to features
-    first, as in "unit+fourier:1000:7".
+    `calibrator` is a spec such as "lda:shrinkage=0.1", `form` that of the moments (the one that it asks for if None),
+    `front` what is done to features first, as in "unit+fourier:1000:7".
 
     >>> x, y = np.random.default_rng(0).normal(size=(60, 5)), np.arange(60) % 3
     >>> head = CalibratedHead("lda").partial_fit(x[:30], y[:30], classes=[0, 1, 2]).partial_fit(x[30:], y[30:])
@@ -37,7 +37,7 @@ class CalibratedHead(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     """
 
     def __init__(
-        self, calibrator: str = "auto", form: str = "pooled", front: str = "identity", random_state: int = 0
+        self, calibrator: str = "auto", form: str | None = None, front: str = "identity", random_state: int = 0
     ) -> None:
         self.calibrator = calibrator
         self.form = form
@@ -91,7 +91,8 @@ class CalibratedHead(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"y holds {unknown}, which are not among the classes {self.classes_}")
         labels = torch.from_numpy(np.searchsorted(self.classes_, y))
         name = Transform(self.front).name
-        new = FeatureStats.of(torch.tensor(X), labels, len(self.classes_), self.form, name)
+        form = self.form or calibrator_of(self.calibrator, "pooled").form
+        new = FeatureStats.of(torch.tensor(X), labels, len(self.classes_), form, name)
         return self.fit_statistics(new if stats is None else stats + new, self.classes_)
 
     def decision_function(self, X: Any) -> Array:

@@ -96,11 +96,14 @@ def _imported(library: str) -> Any:
     """A library that is not among Unskew's own."""
     try:
         return importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        package = library.partition(".")[0]
+        raise UsageError(f"{package} can't be imported ({error}): pip install {package}") from None
     except Exception as error:  # a torchvision that was built for another torch fails with a RuntimeError
         package = library.partition(".")[0]
         raise UsageError(
-            f"{package} can't be imported ({_line(error)}): install it beside torch {torch.__version__} with "
-            f"pip install {package}"
+            f"{package} can't be imported ({_line(error)}): it was built for another torch than {torch.__version__}, "
+            f"which is here; install the {package} that belongs to it"
         ) from None
 
 
@@ -277,7 +280,8 @@ def exported(model: nn.Module, example: Any, path: str | Path) -> None:
 
     `example` is an input of at least one example: a tensor, a tuple of positional arguments or a mapping of named
     ones. Its values don't go into the file. The program takes any number of examples, in tensors that are otherwise
-    of these shapes: torch.export.load(path).module()(x).
+    of these shapes: torch.export.load(path).module()(x). Texts (inputs of whole numbers) can have any length, if the
+    model allows that.
     """
     model = copy.deepcopy(model).cpu().eval()
     named = dict(example) if isinstance(example, Mapping) else {}
@@ -285,7 +289,10 @@ def exported(model: nn.Module, example: Any, path: str | Path) -> None:
     tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor) and value.ndim]
     if not tensors:
         raise UsageError(f"example is {type(example).__name__}, with no tensor: give an input to the model")
-    batch = len(tensors[0])
+    batch, words = (
+        len(tensors[0]),
+        any(not (value.is_floating_point() or value.dtype == torch.uint8) for value in tensors),
+    )
     shapes = torch.export.ShapesCollection()
 
     def here(value: Any) -> Any:
@@ -297,7 +304,8 @@ def exported(model: nn.Module, example: Any, path: str | Path) -> None:
         if not value.ndim or len(value) != batch:
             return torch.ones_like(value, device="cpu")
         ones = torch.ones(max(batch, 2), *value.shape[1:], dtype=value.dtype)  # one example would become a constant
-        shapes[ones] = {0: torch.export.Dim.DYNAMIC}
+        sizes = range(1, value.ndim) if words else ()
+        shapes[ones] = {0: torch.export.Dim.DYNAMIC} | dict.fromkeys(sizes, torch.export.Dim.AUTO)
         return ones
 
     try:

@@ -23,13 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unskew.collecting import weights_digest
 from unskew.errors import UsageError, expect
 from unskew.machine import threads
 from unskew.models import Split, evaluating, linear, linear_of, width_of
 from unskew.optim import SGD
 from unskew.packing import pack
 from unskew.ridge import equations, solve, strength
-from unskew.statistics import FeatureStats, added, weights_digest
+from unskew.statistics import FeatureStats, added
 from unskew.transforms import Transform, front_of
 from unskew.variants import NormalisedLinear
 
@@ -134,6 +135,8 @@ def calibrate(
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     sites = () if isinstance(stats, FeatureStats) else tuple(stats)
+    if len({id(site) for site in sites}) < len(sites):
+        raise UsageError("stats holds the same client's statistics twice: give those of each client once")
     total = stats if isinstance(stats, FeatureStats) else added(sites)
     if isinstance(calibrator, str):
         from unskew.selection import calibrator_of
@@ -253,25 +256,34 @@ def virtual_features(
     return drawn, labels
 
 
-def root(covariance: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A lower triangle R with R R' = covariance: its Cholesky factor, in `dtype` or, where that fails, in float64.
+RAISE = 1e-11  # of variances, where a covariance is singular: far below what float32 can see
 
-    A class with n <= d examples has a singular covariance and no such factor; then R is made from the eigenvalues,
-    those below zero by rounding or by noise clipped at zero. With many features that takes long, and raising the
-    variances by 1e-11 of their mean, far below what float32 can see, is tried before. Of the covariance, what is
+
+def root(covariance: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A lower triangle R with R R' = covariance: its Cholesky factor, in `dtype` or, where that loses digits, float64.
+
+    A singular covariance (of n <= d examples, say) has many roots, and rounding must not choose among them, or virtual
+    features would show how the data were cut. So where a feature is all but given by those before it, each variance is
+    raised by 1e-11 of itself, and there is one root again; a feature that does not vary has a row of zeros. Eigenvalues
+    below zero, which come from noise or coarse rounding, are raised to 1e-11 of the largest. Of the covariance, what is
     above the diagonal does not count.
     """
-    least = torch.promote_types(dtype, torch.float32)
-    raises = (0.0, 1e-11, 1e-9) if len(covariance) > 256 else (0.0,)
-    for kind, jitter in dict.fromkeys([(least, 0.0), *((torch.float64, jitter) for jitter in raises)]):
-        raised = covariance.to(kind, copy=jitter > 0)
-        if jitter:
-            raised.diagonal().add_(jitter * covariance.diagonal().mean())
-        factor, failed = torch.linalg.cholesky_ex(raised)
-        if not failed and torch.isfinite(factor.diagonal()).all():  # any other that is not makes one of these so
-            return factor.to(dtype)
+    variance = covariance.diagonal()
+    still = variance == 0
+    quick = torch.promote_types(dtype, torch.float32)
+    for kind, raised in dict.fromkeys([(quick, 0.0), (torch.float64, 0.0), (torch.float64, RAISE)]):
+        matrix = covariance.to(kind, copy=True)
+        matrix.diagonal().mul_(1 + raised).add_(still)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        left = factor.diagonal() ** 2 / matrix.diagonal()  # the share of each variance that earlier features don't give
+        least = RAISE / 2 if raised else max(8 * torch.finfo(kind).eps, 2 * RAISE)
+        if not failed and (left > least).all():  # false for NaN
+            return factor.masked_fill_(still | still[:, None], 0.0).to(dtype)
     values, vectors = torch.linalg.eigh(covariance)
-    return torch.linalg.qr((vectors * values.clamp(min=0).sqrt()).T, mode="r").R.T.to(dtype)
+    if not values[-1] > 0:
+        return torch.zeros_like(covariance, dtype=dtype)
+    factor = torch.linalg.cholesky((vectors * values.clamp(min=RAISE * float(values[-1]))) @ vectors.T)
+    return factor.masked_fill_(still | still[:, None], 0.0).to(dtype)
 
 
 Slope = Callable[[Tensor, Tensor], Tensor]  # logits, one-hot labels -> slope of the batch's summed loss, all (C, B)

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unskew.collecting import weights_digest
 from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
 from unskew.foreign import exported, is_safetensors, libraries, load_module, put_weights, read_weights, save_weights
 from unskew.heads import behind, plain
+from unskew.inputs import stand_in
 from unskew.models import Split, linear_of, networks
-from unskew.results import load_sealed, metadata_of, save_sealed, seal
-from unskew.statistics import FeatureStats, Origin, weights_digest
+from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
+from unskew.statistics import FeatureStats, Origin
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
 
@@ -56,9 +58,9 @@ def opened(
     """
     tree = read_weights(weights) if weights else {}
     about = _about(weights) if weights else {}
-    if about and f"{about['layer']}.weight" not in tree:
+    if about and not any(name.startswith(f"{about['layer']}.") for name in tree):
         raise DataError(f"{weights}: its calibrated layer {about['layer']!r} is not among its weights")
-    inside = tree[f"{about['layer']}.weight"].shape[0] if about else None
+    inside = len(tree[f"{about['layer']}.weight"]) if about and f"{about['layer']}.weight" in tree else None
     if inside is None and spec.partition(":")[0] in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
     module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
@@ -83,14 +85,6 @@ def opened(
         bias = None if old.bias is None else old.weight.new_zeros(classes)
         model.classifier = linear_of(old.weight.new_zeros(classes, model.dimension), bias)
     return Opened(module, model, fresh)
-
-
-def example_of(origin: Origin) -> Tensor | None:
-    """Two inputs of the shape that statistics were collected from, of zeros; None where it is not known."""
-    if origin.input_shape is None or origin.input_dtype is None:
-        return None
-    kind = getattr(torch, origin.input_dtype, None)
-    return torch.zeros(2, *origin.input_shape, dtype=kind) if isinstance(kind, torch.dtype) else None
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -144,20 +138,23 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
 
 def write_program(path: Path, model: Split, origin: Origin) -> None:
     """Write a calibrated model as a program of torch.export."""
-    example = example_of(origin)
-    if example is None:
+    if origin.inputs is None:
         raise UsageError(
-            "--export needs a model whose input is one tensor: the statistics don't tell the shapes of several; export "
-            "it in Python, with foreign.exported(model, example, path)"
+            "--export needs to know what the model takes, and the sites' batches were not tensors of one kind with a "
+            "row for each example: export it in Python, with foreign.exported(model, example, path)"
         )
-    exported(model, example.to(next(model.parameters()).device), path)
+    exported(model, stand_in(origin.inputs), path)
 
 
 # ---------------------------------------------------------------------------------------------- candidates
 
 
-def write_heads(path: Path, model: Split, made: Mapping[str, nn.Module], fresh: bool = False) -> None:
-    """Write candidate heads, after the one that the model has, unless that is `fresh` and knows nothing."""
+def write_heads(
+    path: Path, model: Split, made: Mapping[str, nn.Module], parts: Iterable[str], fresh: bool = False
+) -> None:
+    """Write candidate heads that were made from the statistics of some `parts`, after the head that the model has,
+    unless that is `fresh` and knows nothing.
+    """
     tree: Tree = {}
     fronts = {}
     for name, head in {**({} if fresh else {OLD: model.classifier}), **made}.items():
@@ -166,19 +163,22 @@ def write_heads(path: Path, model: Split, made: Mapping[str, nn.Module], fresh: 
         if layer.bias is not None:
             tree[f"{name}/bias"] = layer.bias
         fronts[name] = front_of(head)
-    save_sealed(path, tree, {"heads": json.dumps(fronts), "weights": weights_digest(model)})
+    origin = {"weights": weights_digest(model), "statistics": digest(sorted(parts))}
+    save_sealed(path, tree, {"heads": json.dumps(fronts), **origin})
 
 
-def read_heads(path: Path, model: Split) -> tuple[dict[str, nn.Module], str]:
+def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> tuple[dict[str, nn.Module], str]:
     """The candidate heads of a file, the old one first if there is one, and its digest; refused if they are not for
-    this model.
+    this model, or were not made from the statistics of these `parts`.
     """
     tree, metadata = load_sealed(path)
-    if not {"heads", "weights"} <= set(metadata):
+    if not {"heads", "weights", "statistics"} <= set(metadata):
         raise DataError(f"{path}: holds no heads; `unskew calibrate --propose` writes them")
     if metadata["weights"] != weights_digest(model):
         raise DataError(f"{path}: heads for a model with other weights: give the weights that the statistics were "
                         "collected with")  # fmt: skip
+    if parts is not None and metadata["statistics"] != digest(sorted(parts)):
+        raise DataError(f"{path}: heads made from other statistics: give the --stats and --without of --propose")
     found: dict[str, nn.Module] = {}
     try:
         for name, front in json.loads(metadata["heads"]).items():
@@ -192,32 +192,41 @@ def read_heads(path: Path, model: Split) -> tuple[dict[str, nn.Module], str]:
     return found, seal(tree, metadata)
 
 
-def answer_of(digest: str, total: Tensor, right: Mapping[str, Tensor]) -> str:
-    """The text of a site's answer: how many examples of each class each head classified rightly."""
+class Answers(NamedTuple):
+    """What sites have counted: of each class (C,)."""
+
+    right: dict[str, Tensor]  # classified rightly by each head
+    total: Tensor
+    held_out: Tensor  # those of the total that `--hold-out` chose
+
+
+def answer_of(heads: str, total: Tensor, right: Mapping[str, Tensor], held_out: bool) -> str:
+    """The text of a site's answer to the heads of this digest."""
     counts = {name: value.tolist() for name, value in right.items()}
-    answer = {"id": secrets.token_hex(8), "heads": digest, "total": total.tolist(), "right": counts}
+    name = secrets.token_hex(8)
+    answer = {"id": name, "heads": heads, "held_out": held_out, "total": total.tolist(), "right": counts}
     return json.dumps(answer) + "\n"
 
 
-def read_answers(paths: Iterable[Path], digest: str, names: Iterable[str]) -> tuple[dict[str, Tensor], Tensor]:
-    """The added answers of all sites to the heads of this digest: rightly classified by each head, and all."""
+def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str]) -> Answers:
+    """The added answers of all sites to the heads of this digest."""
     names = list(names)
     met: dict[str, Path] = {}
     sums: dict[str, Tensor] = {}
     for path in paths:
         try:
             answer = json.loads(path.read_text(encoding="utf-8"))
-            mark = str(answer["id"])
-            counts = {"total": answer["total"], **{name: answer["right"][name] for name in names}}
+            mark, total = str(answer["id"]), answer["total"]
+            counts = {**{f"right/{name}": answer["right"][name] for name in names}, "total": total}
             for name, value in counts.items():
-                pairs = zip(value, counts["total"], strict=True)
-                if not all(type(n) is int and 0 <= n <= most for n, most in pairs):
+                if not all(type(n) is int and 0 <= n <= most for n, most in zip(value, total, strict=True)):
                     raise ValueError(f"{name} holds no counts")
+            counts["held out"] = total if answer["held_out"] is True else [0] * len(total)
         except FileNotFoundError:
             raise DataError(f"{path}: there is no such file") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: no answer of `unskew evaluate --heads`, or damaged ({error})") from None
-        if answer.get("heads") != digest:
+        if answer.get("heads") != heads:
             raise DataError(f"{path}: an answer to other heads: let the site evaluate these")
         if mark in met:
             raise DataError(f"{path}: the same answer as {met[mark]}: leave one of them out")
@@ -227,5 +236,4 @@ def read_answers(paths: Iterable[Path], digest: str, names: Iterable[str]) -> tu
             if name in sums and sums[name].shape != new.shape:
                 raise DataError(f"{path}: {len(new)} classes, others have {len(sums[name])}")
             sums[name] = sums[name] + new if name in sums else new
-    total = sums.pop("total")
-    return sums, total
+    return Answers({name: sums[f"right/{name}"] for name in names}, sums["total"], sums["held out"])

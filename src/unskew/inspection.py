@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unskew.errors import DataError
 from unskew.statistics import FeatureStats, Origin
 from unskew.statistics_file import Head, head_of, load
 
@@ -14,9 +15,18 @@ LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
 def inspected(files: Sequence[Path]) -> dict[str, Any]:
-    """Each file's header, the examples of each class in each file, and warnings; damaged files are refused."""
-    heads = [head_of(path) for path in files]
-    found = [load(path, "diagonal" if head.form == "class" else None) for path, head in zip(files, heads, strict=True)]
+    """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused."""
+    heads, found, refused = list[Head](), list[FeatureStats](), dict[Path, str]()
+    for path in files:
+        try:
+            head = head_of(path)
+            found.append(load(path, "diagonal" if head.form == "class" else None))
+            heads.append(head)
+        except DataError as error:
+            refused[path] = str(error)
+    files = [path for path in files if path not in refused]
+    if not files:
+        return {"files": [], "table": [], "warnings": [], "refused": list(refused.values())}
     classes = max(head.classes for head in heads)
     names = next((head.origin.labels for head in heads if head.origin.labels), None)
     label = [names[number] if names and number < len(names) else str(number) for number in range(classes)]
@@ -27,6 +37,7 @@ def inspected(files: Sequence[Path]) -> dict[str, Any]:
         "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
         "warnings": [*_of_sorts(files, heads), *_of_counts(files, heads, label, counts), *_of_shape(files, found)],
+        "refused": list(refused.values()),
     }
 
 
@@ -36,7 +47,7 @@ def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
         "present": int((stats.count > 0).sum()), "dimension": head.dimension, "form": head.form,
         "precision": head.precision, "transform": head.transform, "held_out": head.held_out,
         "layer": head.origin.layer, "weights": head.origin.weights, "preparation": head.origin.preparation,
-        "input_shape": head.origin.input_shape, "skewness": stats.skewness, "producer": head.producer,
+        "inputs": head.origin.inputs, "skewness": stats.skewness, "producer": head.producer,
         "privacy": None if head.privacy is None else head.privacy._asdict(), "digest": head.digest,
     }  # fmt: skip
 
@@ -47,8 +58,7 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
     for path, head in list(zip(files, heads, strict=True))[1:]:
         differ = [name for name in ("classes", "dimension", "transform") if getattr(head, name) != getattr(first, name)]
         for name in Origin.__dataclass_fields__:
-            mine, theirs = getattr(first.origin, name), getattr(head.origin, name)
-            if mine is not None and theirs is not None and mine != theirs:
+            if first.origin.contradicts(head.origin, name):
                 differ.append({"weights": "weights behind the features"}.get(name, name))
         if (head.origin.labels is None) != (first.origin.labels is None):
             warnings.append(f"of {path} and {files[0]} only one names its classes: make sure that they mean the same")

@@ -21,6 +21,7 @@ from torch.func import grad
 
 from unskew import heads
 from unskew.algorithms import Algorithm, fedavg, never
+from unskew.collecting import collect
 from unskew.engine import Cohort, at_home, enter, installed, network, plan, sequential
 from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, UsageError, check_number
 from unskew.evaluate import Scores, batches, score
@@ -29,7 +30,6 @@ from unskew.optim import SGD
 from unskew.partition import Federation
 from unskew.seeds import generator
 from unskew.simulate import Diverged, Round
-from unskew.statistics import collect
 from unskew.sums import plain_sum
 from unskew.variants import NormalisedLinear
 

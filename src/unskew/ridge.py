@@ -9,11 +9,15 @@ needs none.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from unskew.packing import factor_in_place, pack, unpack
 from unskew.statistics import FeatureStats
+
+log = logging.getLogger(__name__)
 
 GRID = torch.logspace(-8, 2, 41, dtype=torch.float64)  # ridges to choose from, in units of the mean squared feature
 
@@ -74,7 +78,9 @@ def strength(stats: FeatureStats, intercept: bool) -> float:
     n = kept.count.sum()
     grid = GRID.to(values) * values.mean().clamp(min=1e-300)
     if held is None:
-        return float(grid[_cross_validated(values, turned, float(n), share, grid).argmin()])
+        ridge = float(grid[_cross_validated(values, turned, float(n), share, grid).argmin()])
+        log.info("ridge=%.3g, by generalised cross-validation", ridge)
+        return ridge
     # The held-out error in the coordinates of the eigenvectors, in which a ridge divides and nothing else.
     square, products = vectors.T @ held.gram @ vectors, vectors.T @ held.cross
     sums, mean, count = vectors.T @ held.first.sum(0), vectors.T @ mean, held.count
@@ -84,7 +90,9 @@ def strength(stats: FeatureStats, intercept: bool) -> float:
         bias = share - mean @ weight
         error = (weight * (square @ weight)).sum() - 2 * (weight * products).sum() + 2 * (sums @ weight) @ bias
         errors.append(error + count.sum() * bias @ bias - 2 * bias @ count)
-    return float(grid[torch.stack(errors).argmin()] * stats.count.sum() / n)  # the whole sum is that much larger
+    ridge = float(grid[torch.stack(errors).argmin()] * stats.count.sum() / n)  # the whole sum is that much larger
+    log.info("ridge=%.3g, by the squared error on %d held-out examples", ridge, int(count.sum()))
+    return ridge
 
 
 def _cross_validated(values: Tensor, turned: Tensor, n: float, share: Tensor, grid: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.algorithms import Algorithm
+from unskew.collecting import collect
 from unskew.data import normalise
 from unskew.engine import (
     Cohort,
@@ -44,7 +45,7 @@ from unskew.models import Split
 from unskew.optim import SGD, Schedule, constant
 from unskew.partition import Federation
 from unskew.seeds import generator
-from unskew.statistics import FeatureStats, added, collect
+from unskew.statistics import FeatureStats, added
 from unskew.sums import Sum, plain_sum
 from unskew.tree import Tree, each
 

@@ -1,9 +1,9 @@
 """Feature statistics: the additive moments of features per class, which CCVR and FFC are made from.
 
-A client calls `collect` (eval mode, streamed in batches) and gets a `FeatureStats`: counts, sums and second moments,
-in float64. Statistics are *added* (`a + b`), so the sum over clients does not depend on how the data were cut; means,
-covariances (CCVR Equations 2 to 4) and the normal equations (SphereFed Equations 9, 10) are derived from the sum.
-Nothing is weighted, merged or divided on the way.
+A client calls `collect` (`collecting.py`) and gets a `FeatureStats`: counts, sums and second moments, in float64.
+Statistics are *added* (`a + b`), so the sum over clients does not depend on how the data were cut; means, covariances
+(CCVR Equations 2 to 4) and the normal equations (SphereFed Equations 9, 10) are derived from the sum. Nothing is
+weighted, merged or divided on the way.
 
 The second moment comes in four forms, a ladder of bandwidth: "class" (a matrix per class), "pooled" (one matrix),
 "diagonal" (the variances per class), "none". Matrices are symmetric and stored as packed triangles.
@@ -17,23 +17,21 @@ moments (`ridge.py`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unskew.errors import DataError, UsageError, expect
-from unskew.models import Split, evaluating
+from unskew.errors import DataError, UsageError
+from unskew.inputs import parsed, varies
 from unskew.packing import diagonal, mirror, pack, second_shape, unpack, upper
-from unskew.results import seal
 from unskew.transforms import Transform
-from unskew.tree import Tree
 
 FORMS = ("class", "pooled", "diagonal", "none")
+ROUNDING = 1e-13  # of a sum of squares: a feature whose scatter is less is constant, as far as float64 can tell
 REDUCES = {"class": FORMS, "pooled": ("pooled", "none"), "diagonal": ("diagonal", "none"), "none": ("none",)}
 
 
@@ -42,18 +40,21 @@ class Origin:
     """Where statistics come from; None where it is not known."""
 
     layer: str | None = None  # name of the classification layer
-    input_shape: tuple[int, ...] | None = None
-    input_dtype: str | None = None
+    inputs: str | None = None  # what the model takes: a line of `inputs.py`
     weights: str | None = None  # digest of the weights that made the features
     labels: tuple[str, ...] | None = None  # names of the classes, in the order of their numbers
     preparation: str | None = None  # what was done to the inputs: size, mean, deviation
+
+    def __post_init__(self) -> None:
+        if self.inputs is not None and not parsed(self.inputs):
+            raise DataError(f"inputs is {_short(self.inputs)}: it must be like float32[3,32,32]")
 
     def joined(self, other: Origin) -> Origin:
         """What both say, or either where the other does not know; refuse what contradicts itself."""
         values = {}
         for name, mine in asdict(self).items():
             theirs = getattr(other, name)
-            if mine is not None and theirs is not None and mine != theirs:
+            if self.contradicts(other, name):
                 columns = (
                     " (tables whose columns have other names, or another order)" if "columns:" in str(mine) else ""
                 )
@@ -63,6 +64,13 @@ class Origin:
                 )
             values[name] = mine if mine is not None else theirs
         return Origin(**values)
+
+    def contradicts(self, other: Origin, name: str) -> bool:
+        """Whether both know something, and not the same; texts may be of different lengths."""
+        mine, theirs = getattr(self, name), getattr(other, name)
+        if mine is None or theirs is None or mine == theirs:
+            return False
+        return not (name == "inputs" and varies(mine) and varies(theirs))
 
 
 def _short(value: object) -> str:
@@ -303,7 +311,9 @@ class FeatureStats:
         return mirror(self.triangle_of(label))
 
     def triangle_of(self, label: int) -> Tensor:
-        """The covariance of one class where what is below the diagonal does not count, in half the time."""
+        """The covariance of one class where what is below the diagonal does not count, in half the time. A variance of
+        nothing but rounding is zero.
+        """
         self._needs("a class covariance", "class", "diagonal")
         if self.form == "diagonal":
             return torch.diag(self.variances_of(label))
@@ -311,7 +321,11 @@ class FeatureStats:
         if count <= 1:
             return self.first.new_zeros(self.dimension, self.dimension)
         matrix = upper(self.second[label], self.dimension)
-        return matrix.addr_(self.first[label], self.first[label] / count, alpha=-1).div_(count - 1)
+        rounding = ROUNDING * matrix.diagonal()
+        matrix.addr_(self.first[label], self.first[label] / count, alpha=-1)
+        if self.privacy is None:
+            matrix.diagonal().masked_fill_(matrix.diagonal() <= rounding, 0.0)
+        return matrix.div_(count - 1)
 
     def variances_of(self, label: int) -> Tensor:
         """Unbiased variances of one class; zero where n <= 1. (d,), from the "diagonal" form."""
@@ -409,92 +423,3 @@ def added(parts: Iterable[FeatureStats]) -> FeatureStats:
     if total is None:
         raise UsageError("there are no statistics to add: give those of at least one client")
     return total
-
-
-# ---------------------------------------------------------------------------------------------- from a model
-
-ROWS, BYTES = 4096, 8 * 2**20  # of features that wait to be added together: fewer, larger products
-ON_GPU = 16  # times as many on a GPU, where each product is a call of its own
-
-
-def collect(
-    model: Split,
-    batches: Iterable[tuple[Any, Tensor]],
-    classes: int,
-    form: str = "class",
-    transform: str = "identity",
-    *,
-    held_out: float = 0.0,
-    origin: Origin | None = None,
-) -> FeatureStats:
-    """All that a client has to call: the moments of its features, from batches of (inputs, labels).
-
-    Inputs are what the model takes: a tensor or, for one that `split` has cut, also a tuple or a mapping of arguments.
-    The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time (on a GPU 16
-    times as many), and every module's mode is as before afterwards. An iterable without batches gives statistics of
-    zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
-    `holding_out`. `origin` says what else is known of the data.
-    """
-    expect("model", model, Split, "cut it first: split(module, example)")
-    width = Transform(transform).width(model.dimension)
-    home = next(model.parameters(), torch.empty(0)).device
-    total = FeatureStats.zero(classes, width, form, transform, bool(held_out), home if home.type == "cuda" else "cpu")
-    waiting, examples = list[tuple[Tensor, Tensor, Tensor]](), 0
-    shapes: set[tuple[tuple[int, ...] | None, str | None]] = set()
-    rows = max(64, min(ROWS, BYTES // (8 * max(width, model.dimension))))
-
-    def include() -> None:
-        nonlocal total
-        z, y, held = map(torch.cat, zip(*waiting, strict=True))
-        total = total.to(z.device)
-        total._include(z, y.to(z.device), held.to(z.device) if held_out else None)
-        waiting.clear()
-
-    with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as aside:
-        digest = aside.submit(seal, _feature_weights(model), {})  # while features are computed
-        for x, y, held in holding_out(batches, held_out):
-            z = model.features(x)
-            z = z.cpu() if z.device.type == "mps" else z  # which has no float64
-            z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
-            waiting.append((z, y, held))
-            examples += len(y)
-            if examples >= rows * (ON_GPU if z.is_cuda else 1):
-                include()
-                examples = 0
-            shapes.add((tuple(x.shape[1:]), str(x.dtype).removeprefix("torch.")) if _one_shape(x) else (None, None))
-        if waiting:
-            include()
-    origin = replace(origin or Origin(), layer=model.layer, weights=digest.result())
-    if len(shapes) == 1:
-        shape, kind = shapes.pop()
-        origin = replace(origin, input_shape=shape, input_dtype=kind)
-    return replace(total, origin=origin)
-
-
-def _one_shape(x: Any) -> bool:
-    """Whether inputs are of a kind whose shape is the same on every site: not several parts, not words."""
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.dtype == torch.uint8)
-
-
-def holding_out(
-    batches: Iterable[tuple[Any, Tensor]], share: float, seed: int = 0
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """The batches, and which of their examples are held out: by lot, the same ones whenever the data come in the same
-    order.
-    """
-    if not 0 <= share < 1:
-        raise UsageError(f"held_out is {share}: it must be at least 0 and below 1")
-    draw = torch.Generator().manual_seed(seed)
-    for x, y in batches:
-        yield x, y, torch.rand(len(y), generator=draw) < share
-
-
-def weights_digest(model: Split) -> str:
-    """A digest of the weights that make the features: equal for equal weights, whatever the classifier."""
-    return seal(_feature_weights(model), {})
-
-
-def _feature_weights(model: Split) -> Tree:
-    """The weights that make the features, on the CPU."""
-    weights = model.features.state_dict()
-    return {name: value.cpu() for name, value in weights.items() if not name.endswith("num_batches_tracked")}

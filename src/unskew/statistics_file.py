@@ -25,6 +25,7 @@ from torch import Tensor
 
 from unskew import __version__
 from unskew.errors import DataError, UnskewError, UsageError
+from unskew.inputs import parsed
 from unskew.packing import diagonal, factor_in_place, pack, second_shape, upper
 from unskew.statistics import FORMS, REDUCES, FeatureStats, Origin, Privacy, Sort
 from unskew.streams import Kind, Reader, layout, size, write
@@ -66,11 +67,10 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header hold
     "precision": (lambda v: type(v) is str and v in PRECISIONS, f"allowed are {', '.join(PRECISIONS)}"),
     "examples": (lambda v: type(v) is int and v >= 0, "it must be a whole number"),
     "layer": (_text, "it must be a text or null"),
-    "input_shape": (
-        lambda v: v is None or (type(v) is list and all(map(_whole, v))),
-        "it must be a list of sizes or null",
+    "inputs": (
+        lambda v: v is None or (type(v) is str and bool(parsed(v))),
+        "it must be like float32[3,32,32] or null",
     ),
-    "input_dtype": (_text, "it must be a text or null"),
     "weights": (_text, "it must be a text or null"),
     "labels": (
         lambda v: v is None or (type(v) is list and all(type(name) is str for name in v)),
@@ -270,8 +270,8 @@ def _head(file: Reader) -> Head:
         if not fits(header[name]):
             raise DataError(f"{path}: {name} is {str(header[name])[:80]!r}; {words}")
     classes, dimension, form, precision = (header[name] for name in ("classes", "dimension", "form", "precision"))
-    if max(classes, dimension, *(header["input_shape"] or [1])) > 2**24:
-        raise DataError(f"{path}: {classes} classes, {dimension} features, {header['input_shape']}: can't be meant")
+    if max(classes, dimension) > 2**24:
+        raise DataError(f"{path}: {classes} classes, {dimension} features: can't be meant")
     expected = kinds_of(classes, dimension, form, precision, "third" in file.kinds, header["held_out"] is not None)
     if set(file.kinds) != set(expected):
         raise DataError(
@@ -287,9 +287,8 @@ def _head(file: Reader) -> Head:
     labels = header["labels"]
     if labels is not None and len(labels) != classes:
         raise DataError(f"{path}: labels has {len(labels)} names for {classes} classes")
-    shape = header["input_shape"]
-    origin = Origin(header["layer"], None if shape is None else tuple(shape), header["input_dtype"], header["weights"],
-                    None if labels is None else tuple(labels), header["preparation"])  # fmt: skip
+    origin = Origin(header["layer"], header["inputs"], header["weights"], None if labels is None else tuple(labels),
+                    header["preparation"])  # fmt: skip
     privacy = None if header["privacy"] is None else Privacy(**header["privacy"])
     return Head(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
                 origin, privacy, header["producer"], file.digest, tuple(header["parts"]))  # fmt: skip

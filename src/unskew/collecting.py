@@ -1,0 +1,112 @@
+"""Collecting: the moments of a client's features, from the model that all share and batches of its own examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.cutting import tried
+from unskew.errors import COUNT, UsageError, check_number, expect
+from unskew.inputs import described, joined
+from unskew.models import Split, evaluating
+from unskew.results import seal
+from unskew.statistics import FeatureStats, Origin
+from unskew.transforms import Transform
+from unskew.tree import Tree
+
+ROWS, BYTES = 4096, 8 * 2**20  # of features that wait to be added together: fewer, larger products
+ON_GPU = 16  # times as many on a GPU, where each product is a call of its own
+
+
+def collect(
+    model: Split,
+    batches: Iterable[tuple[Any, Tensor]],
+    classes: int,
+    form: str = "class",
+    transform: str = "identity",
+    *,
+    held_out: float = 0.0,
+    origin: Origin | None = None,
+) -> FeatureStats:
+    """All that a client has to call: the moments of its features, from batches of (inputs, labels).
+
+    Inputs are what the model takes: a tensor or, for one that `split` has cut, also a tuple or a mapping of arguments.
+    The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time (on a GPU 16
+    times as many), and every module's mode is as before afterwards. An iterable without batches gives statistics of
+    zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
+    `holding_out`. `origin` says what else is known of the data.
+    """
+    expect("model", model, Split, "cut it first: split(module, example)")
+    check_number("classes", classes, COUNT)
+    width = Transform(transform).width(model.dimension)
+    home = next(model.parameters(), torch.empty(0)).device
+    total = FeatureStats.zero(classes, width, form, transform, bool(held_out), home if home.type == "cuda" else "cpu")
+    waiting, examples = list[tuple[Tensor, Tensor, Tensor]](), 0
+    lines = set[str | None]()
+    rows = max(64, min(ROWS, BYTES // (8 * max(width, model.dimension))))
+
+    def include() -> None:
+        nonlocal total
+        z, y, held = map(torch.cat, zip(*waiting, strict=True))
+        total = total.to(z.device)
+        total._include(z, y.to(z.device), held.to(z.device) if held_out else None)
+        waiting.clear()
+
+    with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as aside:
+        digest = aside.submit(seal, _feature_weights(model), {})  # while features are computed
+        for x, y, held in holding_out(batches, held_out):
+            z = tried(model.features, "the model", x)
+            z = z.cpu() if z.device.type == "mps" else z  # which has no float64
+            z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
+            waiting.append((z, y, held))
+            examples += len(y)
+            if examples >= rows * (ON_GPU if z.is_cuda else 1):
+                include()
+                examples = 0
+            lines.add(described(x, len(y)))
+        if waiting:
+            include()
+    origin = replace(origin or Origin(), layer=model.layer, weights=digest.result(), inputs=joined(lines))
+    return replace(total, origin=origin)
+
+
+def holding_out(
+    batches: Iterable[tuple[Any, Tensor]], share: float, seed: int = 0
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """The batches, and which of their examples are held out: by lot, the same ones whenever the data come in the same
+    order.
+    """
+    if not 0 <= share < 1:
+        raise UsageError(f"held_out is {share}: it must be at least 0 and below 1")
+    draw = torch.Generator().manual_seed(seed)
+    for batch in batches:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise UsageError(f"a batch is {_kind(batch)}: it must be a pair of inputs and labels")
+        x, y = batch
+        for name, value in (("inputs", x), ("labels", y)):
+            if isinstance(value, np.ndarray) or (name == "labels" and not isinstance(value, Tensor)):
+                raise UsageError(f"the {name} of a batch are {_kind(value)}, not a tensor: torch.as_tensor makes one")
+        if y.ndim != 1:
+            raise UsageError(f"the labels of a batch have the shape {tuple(y.shape)}: it must be (n,)")
+        yield x, y, torch.rand(len(y), generator=draw) < share
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, tuple | list) else ''}"
+
+
+def weights_digest(model: Split) -> str:
+    """A digest of the weights that make the features: equal for equal weights, whatever the classifier."""
+    return seal(_feature_weights(model), {})
+
+
+def _feature_weights(model: Split) -> Tree:
+    """The weights that make the features, on the CPU."""
+    weights = model.features.state_dict()
+    return {name: value.cpu() for name, value in weights.items() if not name.endswith("num_batches_tracked")}
