@@ -94,7 +94,8 @@ def holding_out(
                 raise UsageError(f"the {name} of a batch are {_kind(value)}, not a tensor: torch.as_tensor makes one")
         if y.ndim != 1:
             raise UsageError(f"the labels of a batch have the shape {tuple(y.shape)}: it must be (n,)")
-        yield x, y, torch.rand(len(y), generator=draw) < share
+        none = torch.zeros(len(y), dtype=torch.bool)
+        yield x, y, torch.rand(len(y), generator=draw) < share if share else none
 
 
 def _kind(value: object) -> str:
