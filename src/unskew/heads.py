@@ -170,7 +170,7 @@ def ccvr(
 
     The paper applies ReLU and Tukey's power, `transform="relu-tukey:0.5"`, "before classifier re-training", and leaves
     open when: `when="before"` takes the moments of transformed features, `when="after"` transforms the virtual ones.
-    Measured (docs/calibration.md) the two agree to 0.4 points, and none is better or as good: hence the
+    Measured (docs/calibration.md) the two agree to 0.2 points, and none is better or as good: hence the
     defaults. The others are Table 8's for CIFAR-10 at alpha <= 0.1.
     """
     if samples < 1:
