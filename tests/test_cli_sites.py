@@ -251,13 +251,87 @@ def test_what_is_scored_as_held_out_was_held_out(work):
             assert answer.code == 0, answer.err
         else:
             assert answer.code == 1
-            assert "examples as held out, but their statistics hold out" in answer.err
+            assert "examples as held out, but the statistics hold out" in answer.err
     bare = ("--stats", *collected(names="bare_{}.stats"))
     assert unskew("calibrate", *MODEL, *bare, "--propose", "b.safetensors").code == 0
     scored = ("--data", "site_0.npz", "--hold-out", "0.2", "--heads", "b.safetensors", "--out", "b.answer")
     assert unskew("evaluate", *MODEL, *scored).code == 0
     validated = ("--heads", "b.safetensors", "--validate", "b.answer", "--out", "b_new.safetensors")
-    assert "but their statistics hold out 0" in unskew("calibrate", *MODEL, *bare, *validated).err
+    assert "but the statistics hold out 0" in unskew("calibrate", *MODEL, *bare, *validated).err
+
+
+@pytest.mark.parametrize("form", ["diagonal", "none"])
+def test_heads_are_made_without_what_is_held_out_from_any_form(work, form):
+    files = collected("--hold-out", "0.3", "--form", form)
+    answer = unskew("calibrate", *MODEL, "--stats", *files, "--propose", "h.safetensors")
+    assert answer.code == 0, answer.err
+    assert "of the rest the form none is known" in answer.err
+    total = FeatureStats.load(files[0]) + FeatureStats.load(files[1]) + FeatureStats.load(files[2])
+    rest = (total.first - total.held_out.first) / (total.count - total.held_out.count)[:, None]
+    assert load_file("h.safetensors")["ncm/weight"] == pytest.approx((rest - rest.mean(0)).numpy(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "change", [{"held_out": "yes"}, {"total": [3]}, {"total": [3] * 9}, {"right": {}}, {"total": [3, 3, 3, -1]}]
+)
+def test_damaged_answers_are_refused(work, change):
+    files = collected()
+    assert unskew("calibrate", *MODEL, "--stats", *files, "--propose", "h.safetensors").code == 0
+    scored = ("--data", "site_0.npz", "--heads", "h.safetensors", "--out", "a.answer")
+    assert unskew("evaluate", *MODEL, *scored).code == 0
+    told = json.loads((work / "a.answer").read_text()) | change
+    if len(told["total"]) != 4:
+        told["right"] = dict.fromkeys(told["right"], told["total"])
+    (work / "b.answer").write_text(json.dumps(told))
+    validated = ("--stats", *files, "--heads", "h.safetensors", "--validate", "b.answer", "--out", "x.safetensors")
+    answer = unskew("calibrate", *MODEL, *validated)
+    assert answer.code == 1
+    assert "b.answer: no answer of `unskew evaluate --heads`, or damaged" in answer.err
+
+
+NORMED = """
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+def weight(classes=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), parametrizations.weight_norm(nn.Linear(16, classes)))
+
+def spectral(classes=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), parametrizations.spectral_norm(nn.Linear(16, classes))).eval()
+
+def bare():
+    torch.manual_seed(0)
+    return nn.Linear(12, 4)
+"""
+
+
+@pytest.mark.parametrize(("name", "options"), [("weight", ()), ("weight", ("--classes", "5")), ("bare", ())])
+def test_layers_of_other_kinds_go_round(work, name, options):
+    (work / "normed.py").write_text(NORMED)
+    model = ("--model", f"normed.py:{name}", *options)
+    assert unskew("stats", *model, "--data", "site_0.npz", "--out", "a.stats").code == 0
+    answer = unskew("calibrate", *model, "--stats", "a.stats", "--out", "a.safetensors", "--calibrator", "ffc:ridge=1")
+    assert answer.code == 0, answer.err
+    read = ("--model", f"normed.py:{name}", "--weights", "a.safetensors", "--data", "site_0.npz", "--json")
+    answer = unskew("evaluate", *read)
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["model"]["accuracy"] > 0.7
+
+
+def test_a_layer_that_can_not_hold_the_new_weight_can_be_exported(work):
+    (work / "normed.py").write_text(NORMED)
+    model = ("--model", "normed.py:spectral")
+    assert unskew("stats", *model, "--data", "site_0.npz", "--out", "a.stats").code == 0
+    answer = unskew("calibrate", *model, "--stats", "a.stats", "--out", "a.safetensors")
+    assert "give --export without --out" in answer.err
+    answer = unskew("calibrate", *model, "--stats", "a.stats", "--export", "a.pt2")
+    assert answer.code == 0, answer.err
+    with np.load("site_0.npz") as held:
+        logits = torch.export.load("a.pt2").module()(torch.from_numpy(held["x"]))
+        assert (logits.argmax(1).numpy() == held["y"]).mean() > 0.7
 
 
 def test_a_new_head_in_one_round(work):

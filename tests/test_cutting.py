@@ -172,6 +172,73 @@ def test_what_else_acts_on_the_logits_is_refused(pool) -> None:
         split(Decoder(True, pool), TOKENS)
 
 
+@pytest.mark.parametrize("words", [1, 5])
+@pytest.mark.parametrize("fill", [torch.zeros, torch.ones, torch.randn])
+def test_a_maximum_over_words_is_not_taken_for_their_mean(fill, words: int) -> None:
+    """Not even where all words of the example are the same, or there is one."""
+
+    class Highest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).amax(1)
+
+    with pytest.raises(UsageError, match="through something else.*several words"):
+        split(Highest(), fill(2, words, 4))
+
+
+def test_the_mean_over_words_in_bfloat16() -> None:
+    module = Decoder(True, mean_word).bfloat16()
+    assert split(module, TOKENS).layer == "score"
+
+
+def test_a_layer_that_is_called_by_name() -> None:
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(input=x)
+
+    assert split(Called(), VECTORS).layer == "fc"
+
+
+def test_inputs_in_a_list() -> None:
+    inputs = [TOKENS["input_ids"], TOKENS["attention_mask"]]
+    module = Transformers().eval()
+    torch.testing.assert_close(split(module, inputs)(inputs), module(*inputs).logits)
+
+
+def test_a_layer_under_two_names_whose_weight_is_made_of_others() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+            self.alias = self.head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    module = Twice()
+    net = split(module, VECTORS)
+    net.classifier = nn.Linear(4, 3)
+    with torch.no_grad():
+        net.classifier.weight[1] = 0.0  # as of a class without examples
+    module.load_state_dict(rejoined(net, module))
+    torch.testing.assert_close(module(VECTORS), net(VECTORS))
+
+
+def test_what_can_not_be_copied_is_refused() -> None:
+    with pytest.warns(FutureWarning):
+        module = nn.utils.weight_norm(nn.Linear(4, 3))
+    module(VECTORS)
+    with pytest.raises(UsageError, match="can't be copied"):
+        split(module, VECTORS)
+
+
 def test_a_layer_whose_weight_is_made_of_others_is_put_back() -> None:
     module = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(192, 4)))
     net = split(module, IMAGES)

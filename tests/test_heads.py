@@ -14,7 +14,7 @@ from test_statistics import features, total
 from unskew.collecting import collect
 from unskew.errors import UsageError
 from unskew.evaluate import batches
-from unskew.heads import calibrate, ccvr, decays, ffc, oracle, retrain, root, virtual_features
+from unskew.heads import RAISE, SHIFTED, calibrate, ccvr, decays, ffc, oracle, retrain, root, virtual_features
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import generator
@@ -121,15 +121,18 @@ def test_virtual_features_are_the_mean_and_noise_times_the_root(n, d, form):
     draw = generator(3)
     for label, part in enumerate(drawn.split(7)):
         noise = torch.randn(7, d, generator=draw).double()
-        exact = stats.mean[label] + noise @ root(stats.covariance_of(label)).T
+        covariance = stats.covariance_of(label)
+        raised = RAISE + SHIFTED * stats.mean[label] ** 2 / covariance.diagonal()
+        exact = stats.mean[label] + noise @ root(covariance, raised=raised).T
         assert part == pytest.approx(exact.numpy(), abs=1e-9)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-6)])
 @pytest.mark.parametrize("d", [8, 60, 300])
-@pytest.mark.parametrize("kind", ["regular", "few", "still", "constant", "alike", "unequal", "all"])
-def test_virtual_features_do_not_depend_on_the_cut(kind, d):
+@pytest.mark.parametrize("kind", ["regular", "few", "still", "constant", "alike", "unequal", "far", "all"])
+def test_virtual_features_do_not_depend_on_the_cut(kind, d, dtype, tolerance):
     """A singular covariance has many roots, and rounding must not choose among them."""
-    z, y = features(120 if kind in ("few", "all") else 4 * (d + 60), d=d)
+    z, y = features(120 if kind in ("few", "far", "all") else 4 * (d + 60), d=d)
     if kind in ("still", "all"):
         z[:, ::3] = 0.0  # as a ReLU that is never on
     if kind in ("constant", "all"):
@@ -138,13 +141,14 @@ def test_virtual_features_do_not_depend_on_the_cut(kind, d):
         z[:, 4] = z[:, 5] - 0.3 * z[:, 2]
     if kind in ("unequal", "all"):
         z *= 10.0 ** torch.linspace(-4, 4, d)
-    whole, _ = virtual_features(FeatureStats.of(z, y, 4), [5] * 4, generator(3))
+    if kind == "far":
+        z += 1000 * z.std(0)
+    whole, _ = virtual_features(FeatureStats.of(z, y, 4), [5] * 4, generator(3), dtype)
     for seed in range(3):
         parts = torch.randperm(len(z), generator=generator(seed)).tensor_split(3)
-        drawn, _ = virtual_features(
-            added(FeatureStats.of(z[part], y[part], 4) for part in parts), [5] * 4, generator(3)
-        )
-        assert ((drawn - whole).abs() / z.abs().mean(0).clamp(min=1e-300)).max() < 1e-7
+        stats = added(FeatureStats.of(z[part], y[part], 4) for part in parts)
+        drawn, _ = virtual_features(stats, [5] * 4, generator(3), dtype)
+        assert ((drawn - whole).abs() / z.abs().mean(0).clamp(min=1e-30)).max() < tolerance
 
 
 DTYPES = (torch.float32, torch.float64)
@@ -181,9 +185,15 @@ def test_root_of_singular_covariances_of_many_features():
         factor = root(covariance)
     assert (factor @ factor.T) == pytest.approx(covariance.numpy(), abs=1e-9 * covariance.diagonal().mean().item())
     noisy = covariance - 0.1 * covariance.diagonal().mean() * torch.eye(300).double()
-    values, vectors = torch.linalg.eigh(noisy)
-    projected = vectors * values.clamp(min=0) @ vectors.T
-    assert (root(noisy) @ root(noisy).T) == pytest.approx(projected.numpy(), abs=1e-10 * values[-1].item())
+    scale = noisy.diagonal().sqrt()
+    values, vectors = torch.linalg.eigh(noisy / scale / scale[:, None])
+    projected = scale * (vectors * values.clamp(min=0) @ vectors.T) * scale[:, None]
+    assert (root(noisy) @ root(noisy).T) == pytest.approx(projected.numpy(), abs=1e-10 * noisy.diagonal().max().item())
+    small = torch.where(torch.arange(300) % 2 == 0, 1.0, 1e-8)  # features of another size are no less exact
+    factor = root(noisy * small * small[:, None]) / small[:, None]
+    assert (factor @ factor.T) == pytest.approx(projected.numpy(), abs=1e-9 * noisy.diagonal().max().item())
+    negative = torch.diag(torch.tensor([4.0, -1.0, 9.0]).double())  # a variance that noise made negative
+    assert torch.equal(root(negative), torch.diag(torch.tensor([2.0, 0.0, 3.0]).double()))
 
 
 def slow_retrain(old, z, y, epochs, batch, sgd, draw):

@@ -216,8 +216,10 @@ def test_collect_restores_modes_when_the_model_fails():
         ({"batches": [(X.numpy(), Y)]}, "the inputs of a batch are ndarray, not a tensor"),
         ({"batches": [(X, Y.numpy())]}, "the labels of a batch are ndarray, not a tensor"),
         ({"batches": [(X, Y.tolist())]}, "the labels of a batch are list of 2, not a tensor"),
-        ({"batches": [(X, Y[:, None])]}, r"the labels of a batch have the shape \(2, 1\)"),
-        ({"batches": [(X, Y.double())]}, "labels .*whole numbers"),
+        ({"batches": [(X, Y[:, None])]}, r"the labels of a batch are \(2, 1\), int64: they must be \(n,\)"),
+        ({"batches": [(X, Y.double())]}, "the labels of a batch are .*float64.*whole numbers"),
+        ({"batches": [(X, Y.bool())]}, "the labels of a batch are .*bool.*whole numbers"),
+        ({"batches": [({"x": X.numpy()}, Y)]}, "the inputs of a batch are ndarray"),
         ({"batches": [(X, Y[:1])]}, r"they are \(2, 8\) and \(1,\)"),
         ({"batches": [(X, Y + 9)]}, "labels lie in 9..9"),
         ({"batches": [(X, Y, Y)]}, "a batch is tuple of 3: it must be a pair of inputs and labels"),
@@ -229,6 +231,24 @@ def test_collect_refuses_what_can_not_be_meant(change, says):
     options = {"batches": [(X, Y)], "classes": 5, **change}
     with pytest.raises((UsageError, DataError), match=says):
         collect(toy_model(), **options)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_labels_may_be_small_numbers(kind):
+    expected, found = collect(toy_model(), [(X, Y)], 5), collect(toy_model(), [[X, Y.to(kind)]], 5.0)
+    assert found.first.equal(expected.first)
+
+
+@pytest.mark.parametrize("mean", [1.0, 1e4, 1e6])
+def test_a_feature_that_does_not_vary_has_no_covariance(mean):
+    z, _ = features(20_000, mean=mean)
+    z[:, 2:4] = mean / 3
+    exact = torch.cov(z.T)
+    for form in ("class", "diagonal"):
+        found = FeatureStats.of(z, torch.zeros(len(z), dtype=torch.int64), 1, form).covariance_of(0)
+        assert not found[2:4].any()
+        assert not found[:, 2:4].any()
+        assert found.diagonal() == pytest.approx(exact.diagonal().numpy(), rel=1e-14 * mean**2 + 1e-9, abs=1e-9)
 
 
 def test_collect_knows_where_its_statistics_come_from():

@@ -318,6 +318,7 @@ def sealed(path, payload, header):
         ({"examples": -1}, "examples is"),
         ({"producer": 7}, "producer is"),
         ({"examples": 299}, "examples is 299"),
+        ({"count": torch.full((4,), 1e308, dtype=torch.float64)}, "can't be meant|smaller|no data"),
         ({"surprise": 1}, "surprise"),
         ({"drop": "layer"}, "layer"),
         ({"drop": "second"}, "second"),

@@ -76,8 +76,8 @@ def calibrate(
     seed: int, force: bool, **given: Any,
 ) -> None:  # fmt: skip
     """On the server: make a better classifier from the sites' files."""
-    if (out is None) == (propose is None):
-        raise UsageError("give --out for the calibrated weights, or --propose for candidate heads")
+    if bool(out or export) == bool(propose):
+        raise UsageError("give --out for the calibrated weights, --export for a program, or --propose for candidates")
     if bool(heads) != bool(validate):
         raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
     written = [path for path in (out, export, keep, propose) if path]
@@ -131,6 +131,7 @@ def calibrate(
 
     if propose:
         if summed.kept is not None:  # so that what the sites have held out is new to the heads that they score there
+            note(f"heads are made without what the sites hold out: of the rest the form {summed.kept.form} is known")
             summed = replace(summed.kept, origin=summed.origin)
             sites = []
         names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
@@ -138,15 +139,15 @@ def calibrate(
         show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with: "
              f"unskew evaluate ... --heads {propose} --out SITE.answer")  # fmt: skip
         return
-    assert out is not None
     name, new = _validated(heads, validate, model, mix, summed) if heads else (asked.name, made(calibrator))
     better = with_classifier(model, new).to("cpu")
-    told = write_model(out, better, module, name, summed)
-    source = f"{len(kept)} file{'s' if len(kept) > 1 else ''} and {int(summed.count.sum()):,} examples"
-    show(f"{out}: the weights with the head of {name}, from {heads or source}; {told}")
+    source = heads or f"{len(kept)} file{'s' if len(kept) > 1 else ''} and {int(summed.count.sum()):,} examples"
+    if out:
+        told = write_model(out, better, module, name, summed)
+        show(f"{out}: the weights with the head of {name}, from {source}; {told}")
     if export:
         write_program(export, better, summed.origin)
-        show(f"{export}: a torch.export program")
+        show(f"{export}: a torch.export program with the head of {name}, from {source}")
     if not heads:
         apart = separation(summed)
         doubt = "this head" if fresh else "that this head is better than the old one"
@@ -228,13 +229,14 @@ def _validated(
     from unskew.selection import chosen
 
     modules, digest = read_heads(heads, model, stats.parts)
-    answers = read_answers(files, digest, modules)
+    answers = read_answers(files, digest, modules, model.classes)
     there = answers.total * 0 if stats.held_out is None else stats.held_out.count.cpu()
-    if (answers.held_out > there).any():
+    more = (answers.held_out > there).nonzero().flatten().tolist()
+    if more:
         raise DataError(
-            f"the sites have scored {answers.held_out.sum():,.0f} examples as held out, but their statistics hold out "
-            f"{there.sum():,.0f}, and the heads were made from the others: let each site evaluate with the --data and "
-            "the --hold-out of its `unskew stats`"
+            f"of {_named(more, stats.origin)} the sites have scored {answers.held_out[more].sum():,.0f} examples as "
+            f"held out, but the statistics hold out {there[more].sum():,.0f}, and the heads were made from the others: "
+            "let each site whose file is used evaluate with the --data and the --hold-out of its `unskew stats`"
         )
     best, accuracies = chosen(answers.right, answers.total, None if prior is None else prior.to(answers.total))
     n = float(answers.total.sum())

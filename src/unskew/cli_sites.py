@@ -229,7 +229,7 @@ def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
     elif found["files"]:
         _show_files(found)
     if found["refused"]:
-        raise DataError("; ".join(found["refused"]))
+        raise DataError("\n       ".join(found["refused"]))
 
 
 def _show_files(found: Mapping[str, Any]) -> None:
@@ -249,7 +249,7 @@ def _show_files(found: Mapping[str, Any]) -> None:
     show(table)
     for warning in found["warnings"]:
         show(f"! {warning}")
-    if not found["warnings"]:
+    if not found["warnings"] and not found["refused"]:
         show("Nothing to beware of was found.")
 
 

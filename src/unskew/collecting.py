@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -44,6 +44,7 @@ def collect(
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     check_number("classes", classes, COUNT)
+    classes, origin = int(classes), origin or Origin()
     width = Transform(transform).width(model.dimension)
     home = next(model.parameters(), torch.empty(0)).device
     total = FeatureStats.zero(classes, width, form, transform, bool(held_out), home if home.type == "cuda" else "cpu")
@@ -72,7 +73,8 @@ def collect(
             lines.add(described(x, len(y)))
         if waiting:
             include()
-    origin = replace(origin or Origin(), layer=model.layer, weights=digest.result(), inputs=joined(lines))
+    inputs = joined(lines) or origin.inputs
+    origin = replace(origin, layer=model.layer, weights=digest.result(), inputs=inputs)
     return replace(total, origin=origin)
 
 
@@ -89,11 +91,14 @@ def holding_out(
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise UsageError(f"a batch is {_kind(batch)}: it must be a pair of inputs and labels")
         x, y = batch
-        for name, value in (("inputs", x), ("labels", y)):
+        inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else (x,)
+        for name, value in (*(("inputs", value) for value in inputs), ("labels", y)):
             if isinstance(value, np.ndarray) or (name == "labels" and not isinstance(value, Tensor)):
                 raise UsageError(f"the {name} of a batch are {_kind(value)}, not a tensor: torch.as_tensor makes one")
-        if y.ndim != 1:
-            raise UsageError(f"the labels of a batch have the shape {tuple(y.shape)}: it must be (n,)")
+        if y.ndim != 1 or y.is_floating_point() or y.dtype == torch.bool:
+            told = f"{tuple(y.shape)}, {str(y.dtype).removeprefix('torch.')}"
+            raise UsageError(f"the labels of a batch are {told}: they must be (n,), whole numbers")
+        y = y.long()
         none = torch.zeros(len(y), dtype=torch.bool)
         yield x, y, torch.rand(len(y), generator=draw) < share if share else none
 

@@ -9,7 +9,6 @@ the names that they have in the module, so that others need nothing of Unskew to
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 class Features(nn.Module):
     """A module whose answer is one tensor, however it takes its input and wraps its output.
 
-    The input may come as the module takes it, or as one value: a tuple stands for positional arguments, a
-    mapping for named ones. Of the output it keeps the tensor itself, the entry or attribute `logits`, or
+    The input may come as the module takes it, or as one value: a tuple or a list stands for positional arguments,
+    a mapping for named ones. Of the output it keeps the tensor itself, the entry or attribute `logits`, or
     the first of a tuple.
     """
 
@@ -44,8 +43,8 @@ class Features(nn.Module):
         only = args[0] if len(args) == 1 else None
         if isinstance(only, Mapping):
             args, kwargs = (), {**only, **kwargs}
-        elif isinstance(only, tuple):
-            args = only
+        elif isinstance(only, tuple | list):
+            args = tuple(only)
         output = self.module(*args, **kwargs)
         kept = _kept(output)
         if not isinstance(kept, Tensor):
@@ -107,7 +106,10 @@ def split(module: nn.Module | ExportedProgram, example: Any = None, layer: str |
             f"can't cut {type(module).__name__} without knowing its last layer: give an example input, so that it is "
             "found by a forward pass, or the layer's name, as in layer='fc'"
         )
-    features = Features(copy.deepcopy(module))
+    try:
+        features = Features(copy.deepcopy(module))
+    except RuntimeError as error:  # as of a layer under the old torch.nn.utils.weight_norm
+        raise UsageError(f"can't cut {type(module).__name__}, since it can't be copied: {error}") from None
     modes = [(part, part.training) for part in features.module.modules()]
     features.eval()
     end = None if layer is None else _named(features.module, layer)
@@ -163,36 +165,36 @@ def rejoined(cut: Split, module: nn.Module) -> Tree:
     old = module.state_dict(keep_vars=True)
     tree = {name: held.get(name, value).detach() for name, value in old.items()}
     start = f"{layer}." if layer else ""
-    if f"{start}weight" not in old:  # its weight is made of others, as by torch's weight_norm
-        own = _holding(cut.classifier, module.get_submodule(layer), layer)
-        return tree | {start + name: value for name, value in own.items()}
-    names = {part: start + part for part in ("weight", "bias")}
-    values = {"weight": new.weight, "bias": new.bias}
-    if new.bias is None and names["bias"] in old:
-        values["bias"] = new.weight.new_zeros(new.out_features)
+    if f"{start}weight" in old:
+        values = {"weight": new.weight, "bias": new.bias}
+        if new.bias is None and f"{start}bias" in old:
+            values["bias"] = new.weight.new_zeros(new.out_features)
+    else:  # its weight is made of others, as by torch's weight_norm
+        values = _holding(cut.classifier, module.get_submodule(layer), layer)
     for part, value in values.items():
         if value is not None:
-            before = old.get(names[part])
+            before = old.get(start + part)
             also = [name for name, tensor in old.items() if tensor is before]  # a layer may have two names
-            tree |= dict.fromkeys([names[part], *also], value.detach())
+            tree |= dict.fromkeys([start + part, *also], value.detach())
     return tree
 
 
 def _holding(head: nn.Module, old: nn.Module, layer: str) -> Tree:
     """The state dict of a layer like `old`, whose weight is made of other tensors, that acts as a new head does."""
     held, new = copy.deepcopy(old), linear(head)
+    empty = (new.weight == 0).all(1, keepdim=True)  # the row of a class without examples: of no direction
     try:
         with torch.no_grad():
-            held.weight = new.weight.detach()
+            held.weight = torch.where(empty, 1e-12, new.weight.detach())
             if new.bias is not None:
                 held.bias = nn.Parameter(new.bias)
             z = torch.randn(2, new.in_features, generator=torch.Generator().manual_seed(0)).to(new.weight)
-            if new.weight.shape != old.weight.shape or not _same(held(z), head(z), 1e-4):
+            if new.weight.shape != old.weight.shape or not _same(held(z), head(z), _tolerance(z)):
                 raise ValueError("it gives something else")
     except Exception as error:
         raise UsageError(
             f"layer {layer!r} makes its weight of other tensors, which can't be set so that it is the new one: remove "
-            "that (torch.nn.utils.parametrize.remove_parametrizations) before, or use --export"
+            "that before (torch.nn.utils.parametrize.remove_parametrizations), or give --export without --out"
         ) from error
     return {name: value.detach() for name, value in held.state_dict().items()}
 
@@ -216,6 +218,10 @@ def _same(left: Tensor, right: Tensor, tolerance: float = 0.0) -> bool:
     return torch.allclose(left, right, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def _tolerance(like: Tensor) -> float:
+    return max(1e-4, 8 * torch.finfo(like.dtype).eps)
+
+
 def _check_again(cut: Split, example: Any, output: Tensor, module: nn.Module) -> None:
     """Refuse a cut whose parts, one after the other, don't give the output that the module gave."""
     told = f"Linear {cut.layer!r}"
@@ -224,7 +230,7 @@ def _check_again(cut: Split, example: Any, output: Tensor, module: nn.Module) ->
             again = cut(example)
     except Exception as error:
         raise _refusal(module, f"without {told} it fails: {error}") from error
-    if not _same(again, output, 1e-4):
+    if not _same(again, output, _tolerance(output)):
         raise _refusal(module, f"its features and {told} one after the other don't give its output again")
 
 
@@ -288,6 +294,8 @@ def _found(features: Features, example: Any, wanted: nn.Linear | None) -> tuple[
         raise _refusal(module, f"{told(wanted)} is not run on this example; {ran}")
     after = told(wanted or answers[-1][0])
     beyond = f"its output comes after {after} through something else (softmax, scale?); {ran}"
+    if any(answer.ndim > 2 for part, answer in answers if part is answers[-1][0]):
+        beyond += ". Where that chooses among words, give an example of several words"
     ends = [part for part, answer in answers if _same(answer, output)]
     layer = wanted or (ends or [part for part, _ in answers])[-1]
     if called.count(layer) > 1:
@@ -305,27 +313,37 @@ def _found(features: Features, example: Any, wanted: nn.Linear | None) -> tuple[
 
 def _may_come_last(features: Features, layer: nn.Linear, example: Any) -> bool:
     """Whether a layer can as well act after what follows it, as where the logits of one word are chosen, or their mean
-    over all words. Tried with other weights, large and of both signs.
+    over all words. Tried on noise in place of the layer's input, with other weights, large and of both signs.
     """
-    z = _steered(features, layer, example, torch.clone)
-    if z is None or z.ndim != 2 or z.shape[1] != layer.in_features:
-        return False
-    draw = torch.Generator().manual_seed(0)
-    size = 1e4 / z.norm(dim=1).clamp(min=1e-6).median().cpu()
+    rows = 0
+
+    def noise(before: Tensor) -> Tensor:
+        nonlocal rows
+        rows = before.numel() // layer.in_features
+        return torch.randn(before.shape, generator=torch.Generator().manual_seed(0)).to(before)
+
+    z = _steered(features, layer, example, noise)
+    if z is None or z.ndim != 2 or z.shape[1] != layer.in_features or rows <= len(z):
+        return False  # of one word for each example, a maximum, say, could not be told from a mean
+    draw = torch.Generator().manual_seed(1)
     for _ in range(2):
-        weight = (size * torch.randn(layer.weight.shape, generator=draw)).to(layer.weight)
-        bias = None if layer.bias is None else (1e3 * torch.randn(layer.out_features, generator=draw)).to(layer.bias)
-        after = _steered(features, layer, example, functools.partial(F.linear, weight=weight, bias=bias))
+        weight = (1e4 * torch.randn(layer.weight.shape, generator=draw)).to(layer.weight)
+        bias = None if layer.bias is None else (1e4 * torch.randn(layer.out_features, generator=draw)).to(layer.bias)
+        after = _steered(features, layer, example, lambda before: F.linear(noise(before), weight, bias))  # noqa: B023
         expected = F.linear(z, weight, bias)
         scale = float(expected.abs().max())
-        if after is None or not _same(after / scale, expected / scale, 1e-4):
+        if after is None or not _same(after / scale, expected / scale, _tolerance(z)):
             return False
     return True
 
 
 def _steered(features: Features, layer: nn.Linear, example: Any, instead: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """What a module gives when a layer acts otherwise; None if it then fails."""
-    hook = layer.register_forward_hook(lambda _, inputs, answer: instead(inputs[0]))
+    """What a module gives when a layer gives something instead, made from its input; None if it then fails."""
+
+    def steer(_: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], answer: Tensor) -> Tensor:
+        return instead(args[0] if args else named["input"])
+
+    hook = layer.register_forward_hook(steer, with_kwargs=True)
     try:
         with torch.no_grad():
             return features(example)

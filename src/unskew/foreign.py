@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import COUNT, DataError, UsageError, check_number
+from unskew.inputs import WORDS
 from unskew.models import networks
 from unskew.results import load_tree, replacing, save_tree
 from unskew.specs import called, converted, defaults_of, own, parse
@@ -102,8 +103,8 @@ def _imported(library: str) -> Any:
     except Exception as error:  # a torchvision that was built for another torch fails with a RuntimeError
         package = library.partition(".")[0]
         raise UsageError(
-            f"{package} can't be imported ({_line(error)}): it was built for another torch than {torch.__version__}, "
-            f"which is here; install the {package} that belongs to it"
+            f"{package} can't be imported ({_line(error)}): if it was built for another torch than "
+            f"{torch.__version__}, which is here, install the {package} that belongs to it"
         ) from None
 
 
@@ -289,10 +290,8 @@ def exported(model: nn.Module, example: Any, path: str | Path) -> None:
     tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor) and value.ndim]
     if not tensors:
         raise UsageError(f"example is {type(example).__name__}, with no tensor: give an input to the model")
-    batch, words = (
-        len(tensors[0]),
-        any(not (value.is_floating_point() or value.dtype == torch.uint8) for value in tensors),
-    )
+    batch = len(tensors[0])
+    words = any(str(value.dtype).removeprefix("torch.") in WORDS for value in tensors)
     shapes = torch.export.ShapesCollection()
 
     def here(value: Any) -> Any:
@@ -303,9 +302,10 @@ def exported(model: nn.Module, example: Any, path: str | Path) -> None:
             return value
         if not value.ndim or len(value) != batch:
             return torch.ones_like(value, device="cpu")
-        ones = torch.ones(max(batch, 2), *value.shape[1:], dtype=value.dtype)  # one example would become a constant
-        sizes = range(1, value.ndim) if words else ()
-        shapes[ones] = {0: torch.export.Dim.DYNAMIC} | dict.fromkeys(sizes, torch.export.Dim.AUTO)
+        sizes = [max(size, 2) if words else size for size in value.shape[1:]]  # what is 1 would become a constant
+        ones = torch.ones(max(batch, 2), *sizes, dtype=value.dtype)
+        free = range(1, value.ndim) if words else ()
+        shapes[ones] = {0: torch.export.Dim.DYNAMIC} | dict.fromkeys(free, torch.export.Dim.AUTO)
         return ones
 
     try:

@@ -234,7 +234,9 @@ def virtual_features(
             if stats.form == "diagonal":
                 part.addcmul_(noise, stats.variances_of(label).sqrt().to(dtype))
                 return
-            factor = root(stats.triangle_of(label).T, dtype)
+            covariance = stats.triangle_of(label).T
+            shift = mean[label] ** 2 / covariance.diagonal().clamp(min=1e-300)
+            factor = root(covariance, dtype, RAISE + SHIFTED * shift)
             for start in range(0, stats.dimension, BLOCK):  # what is right of a block of the factor's rows is zero
                 some = slice(start, start + BLOCK)
                 part[:, some].addmm_(noise[:, : some.stop], factor[some, : some.stop].T)
@@ -257,33 +259,40 @@ def virtual_features(
 
 
 RAISE = 1e-11  # of variances, where a covariance is singular: far below what float32 can see
+SHIFTED = 1e-12  # more of them for each squared mean, in variances, since moments about zero are rounded by that
+SURE = 1e-3  # what a feature must have of its own, of its variance, for float32 to be enough
 
 
-def root(covariance: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+def root(covariance: Tensor, dtype: torch.dtype = torch.float64, raised: Tensor | float = RAISE) -> Tensor:
     """A lower triangle R with R R' = covariance: its Cholesky factor, in `dtype` or, where that loses digits, float64.
 
     A singular covariance (of n <= d examples, say) has many roots, and rounding must not choose among them, or virtual
     features would show how the data were cut. So where a feature is all but given by those before it, each variance is
-    raised by 1e-11 of itself, and there is one root again; a feature that does not vary has a row of zeros. Eigenvalues
-    below zero, which come from noise or coarse rounding, are raised to 1e-11 of the largest. Of the covariance, what is
-    above the diagonal does not count.
+    `raised` by a share of itself, and there is one root again; a feature that does not vary has a row of zeros. Where
+    that is not enough, because of noise or coarse rounding, eigenvalues of the correlations are raised to that share.
+    Of the covariance, what is above the diagonal does not count.
     """
     variance = covariance.diagonal()
-    still = variance == 0
-    quick = torch.promote_types(dtype, torch.float32)
-    for kind, raised in dict.fromkeys([(quick, 0.0), (torch.float64, 0.0), (torch.float64, RAISE)]):
+    raised = torch.as_tensor(raised, dtype=torch.float64, device=variance.device).expand_as(variance)
+    if not (variance > 0).all():
+        live = (variance > 0).nonzero().flatten()
+        factor = torch.zeros_like(covariance, dtype=dtype)
+        factor[live[:, None], live] = root(covariance[live[:, None], live], dtype, raised[live])
+        return factor
+    steps = [(torch.float64, 0 * raised, 2 * raised), (torch.float64, raised, raised / 2)]
+    if dtype != torch.float64:
+        steps.insert(0, (torch.float32, 0 * raised, torch.full_like(raised, SURE)))
+    for kind, share, least in steps:
         matrix = covariance.to(kind, copy=True)
-        matrix.diagonal().mul_(1 + raised).add_(still)
+        matrix.diagonal().mul_(1 + share)
         factor, failed = torch.linalg.cholesky_ex(matrix)
-        left = factor.diagonal() ** 2 / matrix.diagonal()  # the share of each variance that earlier features don't give
-        least = RAISE / 2 if raised else max(8 * torch.finfo(kind).eps, 2 * RAISE)
-        if not failed and (left > least).all():  # false for NaN
-            return factor.masked_fill_(still | still[:, None], 0.0).to(dtype)
-    values, vectors = torch.linalg.eigh(covariance)
-    if not values[-1] > 0:
-        return torch.zeros_like(covariance, dtype=dtype)
-    factor = torch.linalg.cholesky((vectors * values.clamp(min=RAISE * float(values[-1]))) @ vectors.T)
-    return factor.masked_fill_(still | still[:, None], 0.0).to(dtype)
+        own = factor.diagonal() ** 2 / matrix.diagonal()  # what the features before it don't give of each variance
+        if not failed and (own > least).all():  # which is false for NaN
+            return factor.to(dtype)
+    scale = variance.sqrt()
+    values, vectors = torch.linalg.eigh(covariance / scale / scale[:, None])
+    correlations = (vectors * values.clamp(min=float(raised.max()))) @ vectors.T
+    return (scale[:, None] * torch.linalg.cholesky(correlations)).to(dtype)
 
 
 Slope = Callable[[Tensor, Tensor], Tensor]  # logits, one-hot labels -> slope of the batch's summed loss, all (C, B)

@@ -22,7 +22,7 @@ from unskew.errors import DataError, UsageError
 from unskew.foreign import exported, is_safetensors, libraries, load_module, put_weights, read_weights, save_weights
 from unskew.heads import behind, plain
 from unskew.inputs import stand_in
-from unskew.models import Split, linear_of, networks
+from unskew.models import Split, linear, linear_of, networks
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
 from unskew.statistics import FeatureStats, Origin
 from unskew.transforms import Transform, front_of
@@ -58,19 +58,20 @@ def opened(
     """
     tree = read_weights(weights) if weights else {}
     about = _about(weights) if weights else {}
-    if about and not any(name.startswith(f"{about['layer']}.") for name in tree):
+    start = f"{about['layer']}." if about.get("layer") else ""
+    if about and not any(name.startswith(start) for name in tree):
         raise DataError(f"{weights}: its calibrated layer {about['layer']!r} is not among its weights")
-    inside = len(tree[f"{about['layer']}.weight"]) if about and f"{about['layer']}.weight" in tree else None
+    inside = about.get("classes")
     if inside is None and spec.partition(":")[0] in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
     module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
     transform = about.get("transform", "identity")
-    layer = layer or about.get("layer")
+    layer = about.get("layer") if layer is None else layer
     held: Tree = {}
     if transform != "identity":  # its classifier does not fit the features as they are
-        held = {name: tree.pop(f"{layer}.{name}") for name in ("weight", "bias") if f"{layer}.{name}" in tree}
+        held = {name: tree.pop(start + name) for name in ("weight", "bias") if start + name in tree}
         own = module.state_dict()
-        tree |= {f"{layer}.{name}": own[f"{layer}.{name}"] for name in ("weight", "bias") if f"{layer}.{name}" in own}
+        tree |= {start + name: own[start + name] for name in ("weight", "bias") if start + name in own}
     if weights:
         _resize(module, tree)
         put_weights(module, tree, weights)
@@ -96,7 +97,13 @@ def _about(path: Path) -> dict[str, Any]:
             return {}
         names = about["labels"]
         labels = None if names is None else tuple(map(str, names))
-        return {"layer": str(about["layer"]), "transform": Transform(about["transform"]).name, "labels": labels}
+        classes = int(about["classes"])
+        return {
+            "layer": str(about["layer"]),
+            "classes": classes,
+            "transform": Transform(about["transform"]).name,
+            "labels": labels,
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: what it says of its calibration is damaged ({error})") from None
 
@@ -123,7 +130,7 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     """Write a calibrated model's weights under the names of the module it was cut from; says how to load them."""
     front = front_of(model.classifier)
     layer = "classifier" if isinstance(module, Split) else model.layer
-    about = {"layer": layer, "transform": front, "calibrator": name,
+    about = {"layer": layer, "classes": linear(model.classifier).out_features, "transform": front, "calibrator": name,
              "examples": int(stats.count.sum()), "labels": stats.origin.labels}  # fmt: skip
     tree = rejoined(model, module)
     save_weights(path, tree, {"calibrated": json.dumps(about)})
@@ -131,7 +138,7 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     if front != "identity":
         return f"its classifier stands behind the transform {front}: plain torch needs --export"
     if any(name not in own or own[name].shape != value.shape for name, value in tree.items()):
-        shape = tuple(tree[f"{layer}.weight"].shape)
+        shape = tuple(linear(model.classifier).weight.shape)
         return f"{layer} has the shape {shape} now: build the model so before loading it in plain torch"
     return "it loads in plain torch: model.load_state_dict(safetensors.torch.load_file(path))"
 
@@ -208,7 +215,7 @@ def answer_of(heads: str, total: Tensor, right: Mapping[str, Tensor], held_out: 
     return json.dumps(answer) + "\n"
 
 
-def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str]) -> Answers:
+def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str], classes: int) -> Answers:
     """The added answers of all sites to the heads of this digest."""
     names = list(names)
     met: dict[str, Path] = {}
@@ -221,7 +228,9 @@ def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str]) -> Ans
             for name, value in counts.items():
                 if not all(type(n) is int and 0 <= n <= most for n, most in zip(value, total, strict=True)):
                     raise ValueError(f"{name} holds no counts")
-            counts["held out"] = total if answer["held_out"] is True else [0] * len(total)
+            if len(total) != classes or type(answer["held_out"]) is not bool:
+                raise ValueError(f"it has {len(total)} classes, not {classes}, or does not say what was held out")
+            counts["held out"] = total if answer["held_out"] else [0] * classes
         except FileNotFoundError:
             raise DataError(f"{path}: there is no such file") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -233,7 +242,5 @@ def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str]) -> Ans
         met[mark] = path
         for name, value in counts.items():
             new = torch.tensor(value, dtype=torch.float64)
-            if name in sums and sums[name].shape != new.shape:
-                raise DataError(f"{path}: {len(new)} classes, others have {len(sums[name])}")
             sums[name] = sums[name] + new if name in sums else new
     return Answers({name: sums[f"right/{name}"] for name in names}, sums["total"], sums["held out"])

@@ -1,7 +1,7 @@
 """What a model takes, as a line of text in the header of statistics: `float32[3,32,32]`, or for a model of several
 inputs `input_ids:int64[16] attention_mask:int64[16]`.
 
-Sizes are those of one example. Those of words (whole numbers), and of several inputs, are sizes that were seen: another
+Sizes are those of one example. Where words (whole numbers) are among the inputs, they are sizes that were seen: another
 batch, or another site, may have longer texts. From the line an input of that kind can be made again, to export a model
 with.
 """
@@ -16,30 +16,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MOST = 2**28  # numbers in one example: a line that says more is damaged
-_PART = re.compile(r"(?:([A-Za-z_]\w*):)?(\w+)\[((?:[1-9]\d*(?:,[1-9]\d*)*)?)\]")
+REAL = ("float16", "bfloat16", "float32", "float64", "uint8")  # pixels too
+WORDS = ("int8", "int16", "int32", "int64", "bool")
+MOST, PARTS = 2**27, 64  # numbers in one example, and inputs: a line that says more is damaged
+_SIZE = "[1-9][0-9]{0,8}"
+_PART = re.compile(rf"(?:([A-Za-z_][A-Za-z0-9_]*):)?({'|'.join(REAL + WORDS)})\[((?:{_SIZE}(?:,{_SIZE})*)?)\]")
 
 
 class Part(NamedTuple):
     """One of a model's inputs."""
 
     name: str | None
-    dtype: torch.dtype
+    dtype: str
     sizes: tuple[int, ...]  # of one example
 
 
 def parsed(text: str) -> list[Part]:
     """The inputs that a line describes; none where it is not such a line."""
-    parts = []
-    for word in text.split(" "):
-        found = _PART.fullmatch(word)
-        kind = getattr(torch, found[2], None) if found else None
-        if found is None or not isinstance(kind, torch.dtype):
-            return []
-        parts.append(Part(found[1], kind, tuple(int(size) for size in found[3].split(",") if size)))
+    found = [_PART.fullmatch(word) for word in text.split(" ", PARTS)]
+    parts = [Part(one[1], one[2], tuple(map(int, filter(None, one[3].split(","))))) for one in found if one]
     names = [part.name for part in parts]
     told_apart = set(names) == {None} or (None not in names and len(set(names)) == len(names))
-    return parts if told_apart and all(math.prod(part.sizes) <= MOST for part in parts) else []
+    small = sum(math.prod(part.sizes) for part in parts) <= MOST
+    return parts if len(parts) == len(found) <= PARTS and told_apart and small else []
 
 
 def described(x: Any, examples: int) -> str | None:
@@ -48,9 +47,9 @@ def described(x: Any, examples: int) -> str | None:
     >>> described({"words": torch.ones(4, 16, dtype=torch.int64), "age": torch.ones(4)}, 4)
     'words:int64[16] age:float32[]'
     """
-    named = x.items() if isinstance(x, Mapping) else [("", value) for value in (x if isinstance(x, tuple) else (x,))]
+    several = x if isinstance(x, tuple | list) else (x,)
     words = []
-    for name, value in named:
+    for name, value in x.items() if isinstance(x, Mapping) else [("", value) for value in several]:
         if not isinstance(value, Tensor) or not value.ndim or len(value) != examples:
             return None
         sizes = ",".join(map(str, value.shape[1:]))
@@ -60,19 +59,28 @@ def described(x: Any, examples: int) -> str | None:
 
 
 def varies(text: str) -> bool:
-    """Whether sizes may differ between batches and sites: not those of images and tables, which come as one tensor."""
-    part, *more = parsed(text)
-    return bool(more) or part.name is not None or not (part.dtype.is_floating_point or part.dtype == torch.uint8)
+    """Whether sizes may differ between batches and sites: where words are among the inputs."""
+    return any(part.dtype in WORDS for part in parsed(text))
+
+
+def alike(line: str, other: str) -> bool:
+    """Whether two lines can describe inputs of one model: the same but for the sizes, where those vary."""
+    if line == other:
+        return True
+
+    def kinds(text: str) -> list[tuple[str | None, str, int]]:
+        return [(part.name, "words" if part.dtype in WORDS else part.dtype, len(part.sizes)) for part in parsed(text)]
+
+    return varies(line) and kinds(line) == kinds(other)
 
 
 def joined(lines: Iterable[str | None]) -> str | None:
-    """One line for several batches: the one that all have or, of those whose sizes may vary, the longest; else None."""
-    found = set(lines)
+    """One line for several batches: that of the largest inputs, if all are alike; else None."""
+    found = list(lines)
     known = [line for line in found if line is not None]
-    if len(found) > 1 and (len(known) < len(found) or not all(map(varies, known))):
+    if len(known) < len(found) or not known or not all(alike(known[0], line) for line in known):
         return None
-    kinds = {tuple((part.name, part.dtype, len(part.sizes)) for part in parsed(line)) for line in known}
-    return max(known, key=lambda line: [part.sizes for part in parsed(line)]) if len(kinds) == 1 else None
+    return max(known, key=lambda line: sum(math.prod(part.sizes) for part in parsed(line)))
 
 
 def stand_in(text: str, examples: int = 2) -> Any:
@@ -81,7 +89,7 @@ def stand_in(text: str, examples: int = 2) -> Any:
     >>> {name: tuple(value.shape) for name, value in stand_in("words:int64[16] age:float32[]").items()}
     {'words': (2, 16), 'age': (2,)}
     """
-    made = [(part.name, torch.ones(examples, *part.sizes, dtype=part.dtype)) for part in parsed(text)]
+    made = [(part.name, torch.ones(examples, *part.sizes, dtype=getattr(torch, part.dtype))) for part in parsed(text)]
     if made[0][0]:
         return dict(made)
     return made[0][1] if len(made) == 1 else tuple(value for _, value in made)

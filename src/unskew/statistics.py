@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError, UsageError
-from unskew.inputs import parsed, varies
+from unskew.inputs import alike, parsed
 from unskew.packing import diagonal, mirror, pack, second_shape, unpack, upper
 from unskew.transforms import Transform
 
 FORMS = ("class", "pooled", "diagonal", "none")
-ROUNDING = 1e-13  # of a sum of squares: a feature whose scatter is less is constant, as far as float64 can tell
+ROUNDING = 1e-12  # of a sum of squares: a feature whose scatter is less is constant, as far as long sums can tell
+ROWS = 4096  # of features that are added at a time
 REDUCES = {"class": FORMS, "pooled": ("pooled", "none"), "diagonal": ("diagonal", "none"), "none": ("none",)}
 
 
@@ -70,7 +71,7 @@ class Origin:
         mine, theirs = getattr(self, name), getattr(other, name)
         if mine is None or theirs is None or mine == theirs:
             return False
-        return not (name == "inputs" and varies(mine) and varies(theirs))
+        return not (name == "inputs" and alike(mine, theirs))
 
 
 def _short(value: object) -> str:
@@ -167,7 +168,8 @@ class FeatureStats:
         """The moments of features `z` (n, d), untransformed, with labels `y` (n,)."""
         width = Transform(transform).width(z.shape[-1])
         stats = cls.zero(classes, width, form, transform, device=z.device)
-        stats._include(z, y)
+        for start in range(0, max(len(z), 1), ROWS):  # long sums in float64 lose digits too
+            stats._include(z[start : start + ROWS], y[start : start + ROWS])
         return stats
 
     def _include(self, z: Tensor, y: Tensor, held: Tensor | None = None) -> None:
@@ -311,8 +313,8 @@ class FeatureStats:
         return mirror(self.triangle_of(label))
 
     def triangle_of(self, label: int) -> Tensor:
-        """The covariance of one class where what is below the diagonal does not count, in half the time. A variance of
-        nothing but rounding is zero.
+        """The covariance of one class where what is below the diagonal does not count, in half the time. Zero is what
+        has a variance of nothing but rounding, or a negative one by noise.
         """
         self._needs("a class covariance", "class", "diagonal")
         if self.form == "diagonal":
@@ -323,8 +325,9 @@ class FeatureStats:
         matrix = upper(self.second[label], self.dimension)
         rounding = ROUNDING * matrix.diagonal()
         matrix.addr_(self.first[label], self.first[label] / count, alpha=-1)
-        if self.privacy is None:
-            matrix.diagonal().masked_fill_(matrix.diagonal() <= rounding, 0.0)
+        still = matrix.diagonal() <= (rounding if self.privacy is None else 0.0)
+        if still.any():
+            matrix.masked_fill_(still | still[:, None], 0.0)
         return matrix.div_(count - 1)
 
     def variances_of(self, label: int) -> Tensor:
@@ -332,7 +335,8 @@ class FeatureStats:
         self._needs("variances without covariances", "diagonal")
         count = self.count[label]
         squares = self.second[label] - self.first[label] ** 2 / count.clamp(min=1)
-        return squares.clamp(min=0) * (count > 1) / (count - 1).clamp(min=1)
+        varies = (count > 1) & (squares > ROUNDING * self.second[label])
+        return squares * varies / (count - 1).clamp(min=1)
 
     @property
     def covariance(self) -> Tensor:
@@ -394,10 +398,13 @@ class FeatureStats:
 
     @property
     def kept(self) -> FeatureStats | None:
-        """Of the examples that were not held out, in the pooled form; None where none were, or the form is lower."""
-        if self.held_out is None or self.form not in ("class", "pooled"):
+        """Of the examples that were not held out; None where none were. In the pooled form or, from the diagonal form
+        and from none, in none: more is not known of those that were.
+        """
+        if self.held_out is None:
             return None
-        return replace(self.reduced("pooled"), held_out=None) - self.held_out
+        form = "pooled" if self.form in ("class", "pooled") else "none"
+        return replace(self.reduced(form), held_out=None) - self.held_out.reduced(form)
 
     # ------------------------------------------------------------------------------------------ files
 
