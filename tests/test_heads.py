@@ -14,7 +14,7 @@ from test_statistics import features, total
 from unskew.collecting import collect
 from unskew.errors import UsageError
 from unskew.evaluate import batches
-from unskew.heads import RAISE, SHIFTED, calibrate, ccvr, decays, ffc, oracle, retrain, root, virtual_features
+from unskew.heads import HIGHEST, RAISE, SHIFTED, calibrate, ccvr, decays, ffc, oracle, retrain, root, virtual_features
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import generator
@@ -122,7 +122,7 @@ def test_virtual_features_are_the_mean_and_noise_times_the_root(n, d, form):
     for label, part in enumerate(drawn.split(7)):
         noise = torch.randn(7, d, generator=draw).double()
         covariance = stats.covariance_of(label)
-        raised = RAISE + SHIFTED * stats.mean[label] ** 2 / covariance.diagonal()
+        raised = (RAISE + SHIFTED * stats.mean[label] ** 2 / covariance.diagonal()).clamp(max=HIGHEST)
         exact = stats.mean[label] + noise @ root(covariance, raised=raised).T
         assert part == pytest.approx(exact.numpy(), abs=1e-9)
 
@@ -149,6 +149,15 @@ def test_virtual_features_do_not_depend_on_the_cut(kind, d, dtype, tolerance):
         stats = added(FeatureStats.of(z[part], y[part], 4) for part in parts)
         drawn, _ = virtual_features(stats, [5] * 4, generator(3), dtype)
         assert ((drawn - whole).abs() / z.abs().mean(0).clamp(min=1e-30)).max() < tolerance
+
+
+def test_a_feature_that_hardly_varies_does_not_spoil_the_others():
+    z, _ = features(400, d=40)
+    z[:, 7] = 1e6 + 3 * z[:, 7]
+    stats = FeatureStats.of(z, torch.zeros(400, dtype=torch.int64), 1)
+    drawn, _ = virtual_features(stats, [100_000], generator(0))
+    exact, found = torch.corrcoef(z.T), torch.corrcoef(drawn.T)
+    assert found == pytest.approx(exact.numpy(), abs=0.02)
 
 
 DTYPES = (torch.float32, torch.float64)

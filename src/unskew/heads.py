@@ -236,7 +236,7 @@ def virtual_features(
                 return
             covariance = stats.triangle_of(label).T
             shift = mean[label] ** 2 / covariance.diagonal().clamp(min=1e-300)
-            factor = root(covariance, dtype, RAISE + SHIFTED * shift)
+            factor = root(covariance, dtype, (RAISE + SHIFTED * shift).clamp(max=HIGHEST))
             for start in range(0, stats.dimension, BLOCK):  # what is right of a block of the factor's rows is zero
                 some = slice(start, start + BLOCK)
                 part[:, some].addmm_(noise[:, : some.stop], factor[some, : some.stop].T)
@@ -260,6 +260,7 @@ def virtual_features(
 
 RAISE = 1e-11  # of variances, where a covariance is singular: far below what float32 can see
 SHIFTED = 1e-12  # more of them for each squared mean, in variances, since moments about zero are rounded by that
+HIGHEST = 1e-6
 SURE = 1e-3  # what a feature must have of its own, of its variance, for float32 to be enough
 
 
