@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -319,6 +320,24 @@ def test_layers_of_other_kinds_go_round(work, name, options):
     answer = unskew("evaluate", *read)
     assert answer.code == 0, answer.err
     assert json.loads(answer.out)["model"]["accuracy"] > 0.7
+
+
+@pytest.mark.parametrize("change", [{"classes": 10**12}, {"classes": -1}, {"layer": "7"}])
+@pytest.mark.parametrize("transform", ["identity", "unit"])
+def test_a_calibrated_model_that_contradicts_itself_is_refused(work, change, transform):
+    files = collected("--transform", transform)
+    assert unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors").code == 0
+    with safe_open("x.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["calibrated"])
+    tree = load_file("x.safetensors")
+    save_file(tree, "forged.safetensors", {"calibrated": json.dumps(about | change)})
+    read = ("--model", "net.py:build", "--data", "test.npz")
+    assert "is not among its weights" in unskew("evaluate", *read, "--weights", "forged.safetensors").err
+    del tree["2.weight"]
+    save_file(tree, "short.safetensors", {"calibrated": json.dumps(about)})
+    answer = unskew("evaluate", *read, "--weights", "short.safetensors")
+    assert answer.code == 1
+    assert "short.safetensors: its" in answer.err
 
 
 def test_a_layer_that_can_not_hold_the_new_weight_can_be_exported(work):

@@ -233,6 +233,13 @@ def test_collect_refuses_what_can_not_be_meant(change, says):
         collect(toy_model(), **options)
 
 
+@pytest.mark.parametrize("labels", [4095, 4097, 9000])
+def test_features_and_labels_of_different_numbers_are_refused_however_many(labels):
+    z, _ = features(4096)
+    with pytest.raises(DataError, match=rf"they are \(4096, 6\) and \({labels},\)"):
+        FeatureStats.of(z, torch.zeros(labels, dtype=torch.int64), 4)
+
+
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32])
 def test_labels_may_be_small_numbers(kind):
     expected, found = collect(toy_model(), [(X, Y)], 5), collect(toy_model(), [[X, Y.to(kind)]], 5.0)

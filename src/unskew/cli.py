@@ -38,7 +38,7 @@ from rich.text import Text
 
 from unskew import __version__
 from unskew.cli_server import calibrate
-from unskew.cli_sites import evaluate, inspect_files, stats
+from unskew.cli_sites import evaluate, inspect_files, note, stats
 from unskew.console import report, show, speed, summary, table_of
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
@@ -98,7 +98,7 @@ def main() -> None:
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """A line for a message that is logged."""
-        print(f"note: {record.getMessage()}", file=sys.stderr)
+        note(record.getMessage())
 
 
 def _noted(

@@ -130,10 +130,10 @@ def calibrate(
         return maker(summed, model.classifier, generator, weighed, sites)
 
     if propose:
-        if summed.kept is not None:  # so that what the sites have held out is new to the heads that they score there
-            note(f"heads are made without what the sites hold out: of the rest the form {summed.kept.form} is known")
-            summed = replace(summed.kept, origin=summed.origin)
-            sites = []
+        rest = summed.kept
+        if rest is not None:  # so that what the sites have held out is new to the heads that they score there
+            note(f"heads are made without what the sites hold out: of the rest the form {rest.form} is known")
+            summed, sites = replace(rest, origin=summed.origin), []
         names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
         write_heads(propose, model, {name: made(name) for name in names}, parts, fresh)
         show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with: "

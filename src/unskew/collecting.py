@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from unskew.cutting import tried
 from unskew.errors import COUNT, UsageError, check_number, expect
-from unskew.inputs import described, joined
+from unskew.inputs import described, joined, parts_of
 from unskew.models import Split, evaluating
 from unskew.results import seal
-from unskew.statistics import FeatureStats, Origin
+from unskew.statistics import ROWS, FeatureStats, Origin
 from unskew.transforms import Transform
 from unskew.tree import Tree
 
-ROWS, BYTES = 4096, 8 * 2**20  # of features that wait to be added together: fewer, larger products
+BYTES = 8 * 2**20  # of features that wait to be added together, at most: fewer, larger products
 ON_GPU = 16  # times as many on a GPU, where each product is a call of its own
 
 
@@ -87,20 +87,23 @@ def holding_out(
     if not 0 <= share < 1:
         raise UsageError(f"held_out is {share}: it must be at least 0 and below 1")
     draw = torch.Generator().manual_seed(seed)
-    for batch in batches:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise UsageError(f"a batch is {_kind(batch)}: it must be a pair of inputs and labels")
-        x, y = batch
-        inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else (x,)
-        for name, value in (*(("inputs", value) for value in inputs), ("labels", y)):
-            if isinstance(value, np.ndarray) or (name == "labels" and not isinstance(value, Tensor)):
-                raise UsageError(f"the {name} of a batch are {_kind(value)}, not a tensor: torch.as_tensor makes one")
-        if y.ndim != 1 or y.is_floating_point() or y.dtype == torch.bool:
-            told = f"{tuple(y.shape)}, {str(y.dtype).removeprefix('torch.')}"
-            raise UsageError(f"the labels of a batch are {told}: they must be (n,), whole numbers")
-        y = y.long()
-        none = torch.zeros(len(y), dtype=torch.bool)
-        yield x, y, torch.rand(len(y), generator=draw) < share if share else none
+    for x, y in map(_checked, batches):
+        held = torch.rand(len(y), generator=draw) < share if share else torch.zeros(len(y), dtype=torch.bool)
+        yield x, y, held
+
+
+def _checked(batch: Any) -> tuple[Any, Tensor]:
+    """The inputs and the labels of a batch, or a refusal of what is none."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UsageError(f"a batch is {_kind(batch)}: it must be a pair of inputs and labels")
+    x, y = batch
+    for name, value in (*(("inputs", value) for _, value in parts_of(x)), ("labels", y)):
+        if isinstance(value, np.ndarray) or (name == "labels" and not isinstance(value, Tensor)):
+            raise UsageError(f"the {name} of a batch are {_kind(value)}, not a tensor: torch.as_tensor makes one")
+    if y.ndim != 1 or y.is_floating_point() or y.dtype == torch.bool:
+        told = f"{tuple(y.shape)}, {str(y.dtype).removeprefix('torch.')}"
+        raise UsageError(f"the labels of a batch are {told}: they must be (n,), whole numbers")
+    return x, y.long()
 
 
 def _kind(value: object) -> str:

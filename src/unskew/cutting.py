@@ -294,18 +294,19 @@ def _found(features: Features, example: Any, wanted: nn.Linear | None) -> tuple[
         raise _refusal(module, f"{told(wanted)} is not run on this example; {ran}")
     after = told(wanted or answers[-1][0])
     beyond = f"its output comes after {after} through something else (softmax, scale?); {ran}"
-    if any(answer.ndim > 2 for part, answer in answers if part is answers[-1][0]):
+    if answers[-1][1].ndim > 2:
         beyond += ". Where that chooses among words, give an example of several words"
     ends = [part for part, answer in answers if _same(answer, output)]
     layer = wanted or (ends or [part for part, _ in answers])[-1]
     if called.count(layer) > 1:
         raise _refusal(module, f"{told(layer)} is used {called.count(layer)} times in one pass")
+    rows = next(answer.shape[:-1].numel() for part, answer in answers if part is layer)
     if layer in ends:  # a ReLU, say, may have had nothing to do on this example: so the layer answers with both signs
         probe = torch.linspace(-1e4, 1e4, output.numel()).view_as(output).to(output)  # (B, C)
         steered = _steered(features, layer, example, lambda _: probe.clone())
         last = steered is not None and _same(steered, probe)
-    else:
-        last = _may_come_last(features, layer, example)
+    else:  # of one word for each example, a maximum, say, could not be told from a mean
+        last = rows > len(output) and _may_come_last(features, layer, example)
     if not last:
         raise _refusal(module, beyond)
     return layer, output
@@ -315,21 +316,21 @@ def _may_come_last(features: Features, layer: nn.Linear, example: Any) -> bool:
     """Whether a layer can as well act after what follows it, as where the logits of one word are chosen, or their mean
     over all words. Tried on noise in place of the layer's input, with other weights, large and of both signs.
     """
-    rows = 0
 
     def noise(before: Tensor) -> Tensor:
-        nonlocal rows
-        rows = before.numel() // layer.in_features
         return torch.randn(before.shape, generator=torch.Generator().manual_seed(0)).to(before)
 
+    def acting(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return lambda before: F.linear(noise(before), weight, bias)
+
     z = _steered(features, layer, example, noise)
-    if z is None or z.ndim != 2 or z.shape[1] != layer.in_features or rows <= len(z):
-        return False  # of one word for each example, a maximum, say, could not be told from a mean
+    if z is None or z.ndim != 2 or z.shape[1] != layer.in_features:
+        return False
     draw = torch.Generator().manual_seed(1)
     for _ in range(2):
         weight = (1e4 * torch.randn(layer.weight.shape, generator=draw)).to(layer.weight)
         bias = None if layer.bias is None else (1e4 * torch.randn(layer.out_features, generator=draw)).to(layer.bias)
-        after = _steered(features, layer, example, lambda before: F.linear(noise(before), weight, bias))  # noqa: B023
+        after = _steered(features, layer, example, acting(weight, bias))
         expected = F.linear(z, weight, bias)
         scale = float(expected.abs().max())
         if after is None or not _same(after / scale, expected / scale, _tolerance(z)):

@@ -95,13 +95,12 @@ def _program(path: str, trust: bool) -> nn.Module:
 
 def _imported(library: str) -> Any:
     """A library that is not among Unskew's own."""
+    package = library.partition(".")[0]
     try:
         return importlib.import_module(library)
     except ModuleNotFoundError as error:
-        package = library.partition(".")[0]
         raise UsageError(f"{package} can't be imported ({error}): pip install {package}") from None
     except Exception as error:  # a torchvision that was built for another torch fails with a RuntimeError
-        package = library.partition(".")[0]
         raise UsageError(
             f"{package} can't be imported ({_line(error)}): if it was built for another torch than "
             f"{torch.__version__}, which is here, install the {package} that belongs to it"

@@ -58,20 +58,22 @@ def opened(
     """
     tree = read_weights(weights) if weights else {}
     about = _about(weights) if weights else {}
+    transform, inside = about.get("transform", "identity"), about.get("classes")
     start = f"{about['layer']}." if about.get("layer") else ""
-    if about and not any(name.startswith(start) for name in tree):
+    own = [value for name, value in tree.items() if name.startswith(start)]  # of another name where others make it
+    whole = transform == "identity" or f"{start}weight" in tree
+    if about and not (whole and any(value.ndim and len(value) == inside for value in own)):
         raise DataError(f"{weights}: its calibrated layer {about['layer']!r} is not among its weights")
-    inside = about.get("classes")
-    if inside is None and spec.partition(":")[0] in networks and "classifier.weight" in tree:
+    source = spec.partition(":")[0]
+    if inside is None and source in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
     module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
-    transform = about.get("transform", "identity")
     layer = about.get("layer") if layer is None else layer
     held: Tree = {}
     if transform != "identity":  # its classifier does not fit the features as they are
         held = {name: tree.pop(start + name) for name in ("weight", "bias") if start + name in tree}
-        own = module.state_dict()
-        tree |= {start + name: own[start + name] for name in ("weight", "bias") if start + name in own}
+        initial = module.state_dict()
+        tree |= {start + name: initial[start + name] for name in ("weight", "bias") if start + name in initial}
     if weights:
         _resize(module, tree)
         put_weights(module, tree, weights)
@@ -79,8 +81,8 @@ def opened(
     if held:
         head = linear_of(held["weight"], held.get("bias"))
         model.classifier = behind(head, transform, plain(model.classifier).in_features)
-    initial = weights is None and spec.partition(":")[0] in (*networks, *libraries)  # a file of yours may load its own
-    fresh = classes is not None and (initial or classes != model.classes)
+    untrained = weights is None and source in (*networks, *libraries)  # a file of yours may load its own weights
+    fresh = classes is not None and (untrained or classes != model.classes)
     if classes is not None and classes != model.classes:
         old = plain(model.classifier)
         bias = None if old.bias is None else old.weight.new_zeros(classes)
@@ -97,10 +99,9 @@ def _about(path: Path) -> dict[str, Any]:
             return {}
         names = about["labels"]
         labels = None if names is None else tuple(map(str, names))
-        classes = int(about["classes"])
         return {
             "layer": str(about["layer"]),
-            "classes": classes,
+            "classes": int(about["classes"]),
             "transform": Transform(about["transform"]).name,
             "labels": labels,
         }

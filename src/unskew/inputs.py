@@ -41,15 +41,21 @@ def parsed(text: str) -> list[Part]:
     return parts if len(parts) == len(found) <= PARTS and told_apart and small else []
 
 
+def parts_of(x: Any) -> list[tuple[str, Any]]:
+    """Each of the inputs of a model, which come alone, in a tuple, in a list or in a mapping, after its name if any."""
+    if isinstance(x, Mapping):
+        return list(x.items())
+    return [("", value) for value in (x if isinstance(x, tuple | list) else (x,))]
+
+
 def described(x: Any, examples: int) -> str | None:
     """The line for inputs of some examples; None where they are not tensors with a row for each.
 
     >>> described({"words": torch.ones(4, 16, dtype=torch.int64), "age": torch.ones(4)}, 4)
     'words:int64[16] age:float32[]'
     """
-    several = x if isinstance(x, tuple | list) else (x,)
     words = []
-    for name, value in x.items() if isinstance(x, Mapping) else [("", value) for value in several]:
+    for name, value in parts_of(x):
         if not isinstance(value, Tensor) or not value.ndim or len(value) != examples:
             return None
         sizes = ",".join(map(str, value.shape[1:]))

@@ -168,18 +168,14 @@ class FeatureStats:
         """The moments of features `z` (n, d), untransformed, with labels `y` (n,)."""
         width = Transform(transform).width(z.shape[-1])
         stats = cls.zero(classes, width, form, transform, device=z.device)
-        for start in range(0, max(len(z), 1), ROWS):  # long sums in float64 lose digits too
-            stats._include(z[start : start + ROWS], y[start : start + ROWS])
+        stats._check(z, y)
+        for some, labels in zip(z.split(ROWS), y.split(ROWS), strict=True):  # long sums in float64 lose digits too
+            stats._include(some, labels)
         return stats
 
     def _include(self, z: Tensor, y: Tensor, held: Tensor | None = None) -> None:
         """Add the moments of some examples in place: a large total is not copied. `held` (n,) tells who is held out."""
-        width = Transform(self.transform).width(z.shape[1]) if z.ndim == 2 else 0
-        if width != self.dimension or y.shape != z.shape[:1] or y.is_floating_point():
-            raise DataError(
-                f"features must be (n, {self.dimension}) after the transform {self.transform!r} and labels (n,), whole "
-                f"numbers; they are {tuple(z.shape)} and {tuple(y.shape)}, {y.dtype}"
-            )
+        self._check(z, y)
         z = z.detach()
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.classes:
             raise DataError(
@@ -206,6 +202,15 @@ class FeatureStats:
             for label, members in enumerate(z.split(sizes)):
                 if sizes[label]:
                     self.second[label].add_(pack(members.T @ members))
+
+    def _check(self, z: Tensor, y: Tensor) -> None:
+        """Refuse features and labels of other shapes than these statistics are of."""
+        width = Transform(self.transform).width(z.shape[1]) if z.ndim == 2 else 0
+        if width != self.dimension or y.shape != z.shape[:1] or y.is_floating_point():
+            raise DataError(
+                f"features must be (n, {self.dimension}) after the transform {self.transform!r} and labels (n,), whole "
+                f"numbers; they are {tuple(z.shape)} and {tuple(y.shape)}, {y.dtype}"
+            )
 
     def __add__(self, other: FeatureStats) -> FeatureStats:
         if not isinstance(other, FeatureStats):
@@ -325,7 +330,7 @@ class FeatureStats:
         matrix = upper(self.second[label], self.dimension)
         rounding = ROUNDING * matrix.diagonal()
         matrix.addr_(self.first[label], self.first[label] / count, alpha=-1)
-        still = matrix.diagonal() <= (rounding if self.privacy is None else 0.0)
+        still = matrix.diagonal() <= rounding
         if still.any():
             matrix.masked_fill_(still | still[:, None], 0.0)
         return matrix.div_(count - 1)

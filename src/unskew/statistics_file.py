@@ -392,10 +392,13 @@ def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> None:
         elif kind == "third" and into.third is not None:
             into.third.add_(whole, alpha=sign)
     for key, told in (("count", head.examples), (f"{HELD}count", head.held_out)):
-        if told is not None and not arrived[key].sum() <= 2**53:
-            raise DataError(f"{where}: {key} is {arrived[key].sum():g}: can't be meant")
-        if told is not None and int(arrived[key].sum()) != told:
-            raise DataError(f"{where}: examples is {told}, but {key} adds up to {int(arrived[key].sum())}")
+        if told is None:
+            continue
+        found = float(arrived[key].sum())
+        if found > 2**53:
+            raise DataError(f"{where}: {key} is {found:g}: can't be meant")
+        if int(found) != told:
+            raise DataError(f"{where}: examples is {told}, but {key} adds up to {int(found)}")
     if head.held_out is not None and (arrived[f"{HELD}count"] > arrived["count"]).any():
         raise DataError(f"{where}: more examples are held out than there are")
 
