@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unskew.models import Split
+    from unskew.origin import Origin
     from unskew.sites import SiteData
-    from unskew.statistics import Origin
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -128,12 +128,12 @@ def _form(
     if budget is None:
         return form or "pooled", precision or "float64"
     empty = replace(FeatureStats.zero(classes, width, "none", transform), origin=origin)
-    numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64", True, False).values())
+    numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64").values())
     header = size_of(empty) - numbers_alone + (900 if held_out else 400)  # what the examples add to it, at most
     needs: list[int] = []
     for shape in [form] if form else FORMS:
         for numbers in [precision] if precision else PRECISIONS:
-            kinds = kinds_of(classes, width, shape, numbers, True, held_out)
+            kinds = kinds_of(classes, width, shape, numbers, held_out)
             needs.append(header + sum(kind.nbytes for kind in kinds.values()))
             if needs[-1] <= _bytes(budget):
                 return shape, numbers
@@ -346,7 +346,7 @@ def _on(batches: Iterable[tuple[Any, Tensor]], device: str) -> Iterator[tuple[An
 
 
 def _origin(data: SiteData, classes: int) -> Origin:
-    from unskew.statistics import Origin
+    from unskew.origin import Origin
 
     labels = data.labels if data.labels is not None and len(data.labels) == classes else None
     return Origin(labels=labels, preparation=data.preparation)

@@ -23,8 +23,9 @@ from unskew.foreign import exported, is_safetensors, libraries, load_module, put
 from unskew.heads import behind, plain
 from unskew.inputs import stand_in
 from unskew.models import Split, linear, linear_of, networks
+from unskew.origin import Origin
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
-from unskew.statistics import FeatureStats, Origin
+from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
 
