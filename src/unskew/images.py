@@ -204,14 +204,14 @@ def _middle(length: int, crop: int, offset: str) -> int:
     return round((length - crop) / 2) if length > crop else -((crop - length) // 2)
 
 
-def decoded(read: Callable[[], bytes], name: str, preparation: Preparation) -> Array:
+def decoded(
+    read: Callable[[], bytes], name: str, preparation: Preparation, remedy: str = "convert it to 8 bits"
+) -> Array:
     """Decode one image, scale and crop it: (height, width) if it is grey, (height, width, 3) if not; uint8."""
     image = picture(read, name, 1 if preparation.channels == 1 else None)  # the same grey thrice is for the caller
     if image.mode.startswith(_DEEP):
-        raise DataError(
-            f"{name} has more than 8 bits a pixel (mode {image.mode}), and what is white is not known: convert it to "
-            "8 bits, or prepare images by a function of your own, which gets it as it is"
-        )
+        white = "and what is white is not known"
+        raise DataError(f"{name} has more than 8 bits a pixel (mode {image.mode}), {white}: {remedy}")
     return np.asarray(scaled(image, preparation))
 
 
@@ -221,7 +221,8 @@ def maker(preparation: Preparation) -> Callable[[Path], Array]:
 
 
 def _pixels(preparation: Preparation, file: Path) -> Array:
-    image = decoded(file.read_bytes, str(file), preparation)
+    remedy = "convert it to 8 bits, or prepare images by a function of your own, which gets it as it is"
+    image = decoded(file.read_bytes, str(file), preparation, remedy)
     if image.ndim == 3:
         return np.ascontiguousarray(image.transpose(2, 0, 1))
     return np.broadcast_to(image, (preparation.channels or 1, *image.shape))

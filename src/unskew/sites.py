@@ -199,7 +199,8 @@ def _of(spec: object, given: Preparation, numbers: str, width: int, channels: in
     for name, values in (("mean", given.mean), ("std", given.std)):
         if values is not None and len(values) != width:
             held = f"{width} channels or features"
-            raise UsageError(f"{name} has {len(values)} values, but {spec} has {held}: give one for each")
+            other = f", or --channels {len(values)}" if channels and len(values) in (1, 3) else ""
+            raise UsageError(f"{name} has {len(values)} values, but {spec} has {held}: give one for each{other}")
     return replace(given, numbers=numbers, channels=channels)
 
 
@@ -276,47 +277,59 @@ def _folder(
     files = [file for group in groups for file in group]
     counts = torch.tensor([len(group) for group in groups], dtype=torch.int64)
     y = torch.tensor(_class_numbers(folders, names, root), dtype=torch.int64).repeat_interleave(counts)
-    damaged: dict[str, str] = {}
-
-    def tried(function: Callable[[Path], Any], file: Path) -> Any:
-        """What a function makes of a file; None where that is damaged and may be."""
-        try:
-            return function(file)
-        except DamagedImage as error:
-            if not skip_damaged:
-                raise DamagedImage(f"{error}; {SKIP}") from error
-            damaged[str(file)] = str(error)
-            return None
-
     if given.function is None:
         channels = given.channels or (3 if given.mean and len(given.mean) == 3 else None)
         if channels is None:
-            channels = 1 if all(tried(images.is_grey, file) is not False for file in files) else 3
+            grey = partial(_tried, images.is_grey, skip_damaged)
+            channels = 1 if all(grey(file) is not False for file in files) else 3
         preparation = _of(path, given, PIXELS, channels, channels)
     else:
         preparation = replace(given, channels=given.channels or 3)
-    one = images.maker(preparation)
+    one = partial(_tried, images.maker(preparation), skip_damaged)
+    damaged: dict[str, str] = {}
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
-        first: tuple[Path, tuple[int, ...]] | None = None
-        for start in range(0, len(files), batch):
-            rows = files[start : start + batch]
-            # Threads for one batch alone: a pool that lived on between batches would be ended by the garbage collector
-            # where a walk is left early, and hang if that happens while another pool starts a thread.
-            with ThreadPoolExecutor() as pool:
-                made = list(pool.map(partial(tried, one), rows))
-            kept = [row for row, image in enumerate(made) if image is not None]
-            for row in kept:
-                first = first or (rows[row], made[row].shape)
-                if made[row].shape != first[1]:
-                    raise _other_size(rows[row], made[row].shape, *first, given)
-            if kept:
-                yield torch.from_numpy(np.stack([made[row] for row in kept])), y[start : start + batch][kept]
+        yield from _walk(files, y, one, batch, given, damaged)
         if files and len(damaged) == len(files):
             raise DataError(f"{root}: none of its {len(files)} images can be read; {next(iter(damaged.values()))}")
 
     width = None if given.function else preparation.channels
     return _Source(walk, names, len(files), width, preparation, left_out, damaged)
+
+
+def _tried(function: Callable[[Path], Any], skip_damaged: bool, file: Path) -> Any:
+    """What a function makes of an image file; the error where that is damaged and may be."""
+    try:
+        return function(file)
+    except DamagedImage as error:
+        if not skip_damaged:
+            raise DamagedImage(f"{error}; {SKIP}") from error
+        return error
+
+
+def _walk(
+    files: Sequence[Path], y: Tensor, one: Callable[[Path], Any], batch: int, given: Preparation,
+    damaged: dict[str, str],
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """What `one` makes of files, and their labels, batch by batch; those that are damaged are noted."""
+    first: tuple[Path, tuple[int, ...]] | None = None
+    for start in range(0, len(files), batch):
+        rows = files[start : start + batch]
+        # Threads for one batch alone: a pool that lived on between batches would be ended by the garbage collector
+        # where a walk is left early, and hang if that happens while another pool starts a thread.
+        with ThreadPoolExecutor() as pool:
+            made = list(pool.map(one, rows))
+        kept = []
+        for row, (file, found) in enumerate(zip(rows, made, strict=True)):
+            if isinstance(found, DamagedImage):
+                damaged[str(file)] = str(found)
+                continue
+            first = first or (file, found.shape)
+            if found.shape != first[1]:
+                raise _other_size(file, found.shape, *first, given)
+            kept.append(row)
+        if kept:
+            yield torch.from_numpy(np.stack([made[row] for row in kept])), y[start : start + batch][kept]
 
 
 def _other_size(
