@@ -34,11 +34,13 @@ from unskew.tabular import number_in, read_table
 PATHS = "a folder of class folders, a .npz, .csv or .parquet file, or file.py:function for a loader of your own"
 LABELS = "name all classes, in the order of their numbers, in a file, and give it by --labels"
 
+_SCALING = ("image_size", "resize", "crop", "function")  # what is done to images alone, one by one
+_SCALED_WHEN_READ = ("cinic10", "tiny-imagenet")  # known data sets that come as image files
+
 # The options that not every kind of data takes, and which kinds do.
 _TAKEN_BY = {
-    **dict.fromkeys(("resize", "crop", "offset", "interpolation", "function", "skip_damaged"), ("folder",)),
-    "image_size": ("folder", "known data set"),
-    "channels": ("folder", "known data set", ".npz file"),
+    "skip_damaged": ("folder",),
+    **dict.fromkeys((*_SCALING, "channels"), ("folder", "known data set", ".npz file")),
     **dict.fromkeys(("numbers", "mean"), ("folder", "known data set", ".npz file", ".csv file", ".parquet file")),
     "label_column": (".csv file", ".parquet file"),
 }
@@ -89,8 +91,10 @@ def site_data(
       grey, or three values of its `mean` or its `channels` say otherwise. What else lies there is `left_out`. A
       damaged image is refused, or with `skip_damaged` left out and counted.
     * .npz: x and y, or x_train, y_train, x_test, y_test; images or vectors, and the classes' names `labels` if there.
+      Images of bytes are prepared as those of a folder.
     * .csv and .parquet: the classes in `label_column` ("label" by default), the features in all other columns.
-    * The name of a data set that `data.load` knows, normalised with its own mean and standard deviation.
+    * The name of a data set that `data.load` knows, as .npz; normalised with its own mean and standard deviation, if
+      none is given.
     * `file.py:function`: a function that returns batches (inputs, labels); called for every walk through the data,
       with `part` and `batch` if it has such parameters.
 
@@ -125,9 +129,10 @@ def site_data(
             pair = torch.from_numpy(channels_first(held.x)), torch.from_numpy(held.y)
             source = _arrays(spec, *pair, held.labels, names, given, batch)
         case "known data set":
-            data = load(spec, size=given.image_size)
+            early = spec in _SCALED_WHEN_READ and given.interpolation == "bilinear"
+            data = load(spec, size=given.image_size if early else None)
             pair = (data.x, data.y) if part == "train" else (data.x_test, data.y_test)
-            own = given if given.mean else _known_moments(given, data.mean, data.std, data.channels)
+            own = given if given.mean or given.function else _known_moments(given, data.mean, data.std, data.channels)
             source = _arrays(spec, *pair, data.labels, names, own, batch)
         case "loader":
             source = _loader(spec, part, names, batch)
@@ -289,7 +294,7 @@ def _folder(
     damaged: dict[str, str] = {}
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
-        yield from _walk(files, y, one, batch, given, damaged)
+        yield from _walk(lambda row: images.of_file(files[row]), y, one, batch, given, damaged)
         if files and len(damaged) == len(files):
             raise DataError(f"{root}: none of its {len(files)} images can be read; {next(iter(damaged.values()))}")
 
@@ -297,10 +302,10 @@ def _folder(
     return _Source(walk, names, len(files), width, preparation, left_out, damaged)
 
 
-def _tried(function: Callable[[Path], Any], skip_damaged: bool, file: Path) -> Any:
-    """What a function makes of an image file; the error where that is damaged and may be."""
+def _tried(function: Callable[[Any], Any], skip_damaged: bool, image: Any) -> Any:
+    """What a function makes of an image; the error where that is damaged and may be."""
     try:
-        return function(file)
+        return function(image)
     except DamagedImage as error:
         if not skip_damaged:
             raise DamagedImage(f"{error}; {SKIP}") from error
@@ -308,32 +313,32 @@ def _tried(function: Callable[[Path], Any], skip_damaged: bool, file: Path) -> A
 
 
 def _walk(
-    files: Sequence[Path], y: Tensor, one: Callable[[Path], Any], batch: int, given: Preparation,
-    damaged: dict[str, str],
+    example: Callable[[int], images.Example], y: Tensor, one: Callable[[images.Example], Any], batch: int,
+    given: Preparation, damaged: dict[str, str],
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """What `one` makes of files, and their labels, batch by batch; those that are damaged are noted."""
-    first: tuple[Path, tuple[int, ...]] | None = None
-    for start in range(0, len(files), batch):
-        rows = files[start : start + batch]
+    """What `one` makes of examples, and their labels, batch by batch; those that are damaged are noted."""
+    first: tuple[str, tuple[int, ...]] | None = None
+    for start in range(0, len(y), batch):
+        some = [example(row) for row in range(start, min(start + batch, len(y)))]
         # Threads for one batch alone: a pool that lived on between batches would be ended by the garbage collector
         # where a walk is left early, and hang if that happens while another pool starts a thread.
         with ThreadPoolExecutor() as pool:
-            made = list(pool.map(one, rows))
+            made = list(pool.map(one, some))
         kept = []
-        for row, (file, found) in enumerate(zip(rows, made, strict=True)):
+        for row, found in enumerate(made):
             if isinstance(found, DamagedImage):
-                damaged[str(file)] = str(found)
+                damaged[some[row].name] = str(found)
                 continue
-            first = first or (file, found.shape)
+            first = first or (some[row].name, found.shape)
             if found.shape != first[1]:
-                raise _other_size(file, found.shape, *first, given)
+                raise _other_size(some[row].name, found.shape, *first, given)
             kept.append(row)
         if kept:
             yield torch.from_numpy(np.stack([made[row] for row in kept])), y[start : start + batch][kept]
 
 
 def _other_size(
-    file: Path, shape: tuple[int, ...], other: Path, before: tuple[int, ...], given: Preparation
+    file: str, shape: tuple[int, ...], other: str, before: tuple[int, ...], given: Preparation
 ) -> DataError:
     if given.function:
         return DataError(f"{given.function} makes {shape} of {file}, but {before} of {other}; all must be of one shape")
@@ -355,32 +360,41 @@ def _arrays(
     if own is not None and labels is not None:  # each class has two numbers: its place here and among `labels`
         _check_range(spec, y, len(own))
         y = torch.tensor(_class_numbers(own, labels, spec))[y]
-    numbers = PIXELS if x.dtype == torch.uint8 else "values"
-    if x.dim() == 4:
-        width = given.channels or x.shape[1]
-        channels = width if width in (1, 3) else None
-    elif given.channels is not None:
-        raise UsageError(f"channels is {given.channels}, but {spec} holds vectors: leave it out")
+    scaling = [name for name in _SCALING if getattr(given, name) is not None]
+    channels = _channels(spec, x, given, scaling)
+    if given.function:
+        width, preparation = None, replace(given, channels=channels)
     else:
-        width, channels = x.shape[1], None
+        width = channels or x.shape[1]
+        preparation = _of(spec, given, PIXELS if x.dtype == torch.uint8 else "values", width, channels)
+    one = images.maker(preparation) if scaling else None
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
-        for some, numbers in zip(x.split(batch), y.split(batch), strict=True):
-            yield (some if channels is None else _with_channels(some, channels)), numbers
+        if one is None:
+            for some, numbers in zip(x.split(batch), y.split(batch), strict=True):
+                yield (some if channels is None else images.with_channels(some, channels)), numbers
+        else:
+            array = x.numpy()
+            yield from _walk(
+                lambda row: images.of_array(f"{spec}: example {row}", array[row]), y, one, batch, given, {}
+            )
 
-    return _Source(walk, labels or own, len(y), width, _of(spec, given, numbers, width, channels))
+    return _Source(walk, labels or own, len(y), width, preparation)
 
 
-def _with_channels(x: Tensor, channels: int) -> Tensor:
-    """Images (n, ., height, width) as grey (1) or colour (3), as Pillow makes them, without alpha."""
-    if x.shape[1] == 1:
-        return x.expand(-1, channels, -1, -1)
-    if channels == 3:
-        return x[:, :3]
-    red, green, blue = (x[:, channel : channel + 1] for channel in range(3))
-    if x.is_floating_point():
-        return 0.299 * red + 0.587 * green + 0.114 * blue
-    return ((19595 * red.int() + 38470 * green.int() + 7471 * blue.int() + 32768) >> 16).to(torch.uint8)
+def _channels(spec: str, x: Tensor, given: Preparation, scaling: Sequence[str]) -> int | None:
+    """How many channels images are to have; None for vectors, and for a fourth channel that is left as it is."""
+    for name in (*scaling, *(["channels"] if given.channels else [])):
+        asked = f"{name} is {getattr(given, name)!r}, but {spec} holds"
+        if x.dim() != 4:
+            raise UsageError(f"{asked} vectors: leave it out")
+        if name in scaling and x.dtype != torch.uint8:
+            raise UsageError(f"{asked} {x.dtype}: only bytes (uint8) are scaled; save it so, or scaled already")
+        if x.shape[1] == 4 and given.channels is None and not given.function:
+            raise UsageError(f"{asked} images with 4 channels: give --channels 3, or 1")
+    if x.dim() != 4:
+        return None
+    return given.channels or (3 if given.function else x.shape[1] if x.shape[1] in (1, 3) else None)
 
 
 def _known_moments(given: Preparation, mean: Tensor, std: Tensor, channels: int) -> Preparation:
