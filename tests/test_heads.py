@@ -91,7 +91,7 @@ def test_ffc_takes_the_least_norm_where_the_equations_are_singular(bias, case):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("make", [ffc, lambda: ffc(choose=True), lambda: ccvr(samples=50, epochs=2)])
 def test_a_class_that_nobody_has_is_never_predicted(make, bias):
-    """Not even where all other logits are below zero, and without a bias zero would win; nor an old row that is kept."""
+    """Not even where all other logits are below zero, so that without a bias zero would win; nor by its old row."""
     z, y = features()
     there = y != 2
     old = head(bias=bias)
