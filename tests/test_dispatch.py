@@ -321,7 +321,11 @@ def test_a_precision_that_is_none(ragged):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("method", [scaffold(), moon(projection=False)], ids=["scaffold", "moon"])
+@pytest.mark.parametrize(
+    "method",
+    [scaffold(), moon(projection=False), fedprox(1.0, fednova())],
+    ids=["scaffold", "moon", "fednova, proximal"],
+)
 def test_compiled_lanes_on_a_gpu_equal_sequential_on_a_cpu(method):
     data = toy_data()
     parts = (torch.arange(0, 20), torch.arange(20, 25), torch.arange(25, 60))

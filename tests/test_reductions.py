@@ -11,7 +11,7 @@ from sklearn.linear_model import Ridge
 
 from conftest import toy_data, toy_model
 from methods import METHODS, PAPERS, POLICIES, PRODUCT, model_for
-from test_equivalence import gap
+from test_equivalence import everything, gap
 from unskew.algorithms import (
     alternating,
     fedavg,
@@ -144,6 +144,18 @@ def test_scaffold_in_turns_keeps_each_tensor_s_control_right(ragged):
         expected = -(alone.params[name] - start[name]) / (steps / 2 * 0.05)
         assert alone.clients[0].memory[name] == pytest.approx(expected.numpy(), abs=1e-10)
         assert made.clients[0].memory[name] == pytest.approx(expected.numpy(), abs=1e-10)
+
+
+def test_scaffold_keeps_the_control_of_what_took_no_step(ragged):
+    """In turns, a client of one step trains its head alone; at a learning rate of 0 nobody learns anything."""
+    settings = {"rounds": 3, "steps": 1, "engine": sequential}
+    made = last(alternating(scaffold(), 0.5), ragged, **settings)
+    for client in made.clients.values():
+        assert not client.memory["features.0.weight"].any()
+        assert client.memory["classifier.weight"].any()
+    late = last(scaffold(), ragged, rounds=2, schedule=lambda round, rounds: float(round > 1))  # a warm-up from 0
+    assert all(torch.isfinite(value).all() for value in everything(late).values())
+    assert all(client.memory["classifier.weight"].any() for client in late.clients.values())
 
 
 def test_proximal_on_the_classifier_alone_pulls_that_alone(ragged):

@@ -63,7 +63,7 @@ def proximal(base: Algorithm, mu: float, only: Callable[[str], bool] = always) -
     Li et al. 2018. With `only=head` it restrains the classifier alone: CCVR's clsprox (section 3.3).
 
     Ends by the rule of its base, for deltas that are held back: FedAvg's drift gets smaller, not zero. FedNova and
-    SCAFFOLD divide by the steps that are left of those held back: see `unskew.optim.effective`.
+    SCAFFOLD count steps that are held back as fewer: see `unskew.optim.effective`.
     """
     expect("base", base, Algorithm, CALLED)
     check_number("mu", mu, NOT_NEGATIVE)
@@ -119,8 +119,8 @@ def fednova(weight: str = "examples") -> Algorithm:
     r"""Average directions, not distances: w <- w + tau_eff sum_k p_k (w_k - w) / a_k, with tau_eff = sum_k p_k a_k.
 
     a_k is the number of effective steps of client k (see `unskew.optim.effective`), so that a client with many steps
-    does not pull the average towards itself. Wang et al. 2020, for SGD with momentum and a proximal term; with equal
-    steps it is its base without it. Counted per tensor.
+    does not pull the average towards itself. Wang et al. 2020, for SGD with momentum and a proximal term, counted per
+    tensor. With equal steps it is FedAvg, and with a proximal term FedProx.
 
     Ends where the directions cancel, sum_k p_k delta_k / a_k = 0: at the optimum but for terms of the order of lr *
     steps, so that a smaller learning rate brings it there, unlike FedAvg when clients' steps differ.
@@ -153,7 +153,8 @@ def scaffold(weight: str = "examples") -> Algorithm:
     first round is FedAvg.
 
     Ends at the optimum, for any number of local steps, and also with a fraction of the clients in each round: nothing
-    moves where c_k is the gradient of f_k and c = 0.
+    moves where c_k is the gradient of f_k and c = 0. The correction is the same in all steps of a client, so that the
+    more there are the smaller a learning rate it takes; a larger one diverges where FedAvg would not.
     """
     base = fedavg(weight)
 
@@ -163,9 +164,10 @@ def scaffold(weight: str = "examples") -> Algorithm:
 
     def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
         upload, _ = base.report(params, context, work)
-        steps = scale(work.effective(), work.lr)
-        gradient = {name: -value / steps[name] for name, value in sub(params, context.start).items()}
-        control = add(sub(context.memory, under("control", context.state)), gradient)
+        lengths, server, control = scale(work.effective(), work.lr), under("control", context.state), {}
+        for name, own in context.memory.items():
+            found = own - server[name] + (context.start[name] - params[name]) / lengths[name]
+            control[name] = torch.where(work.steps[name] * work.lr > 0, found, own)  # who took no step found nothing
         change = scale(sub(control, context.memory), upload["weight"])
         return {**upload, **prefix("control", change)}, control
 
@@ -208,6 +210,8 @@ def moon(mu: float = 1.0, tau: float = 0.5, projection: bool = True, weight: str
 
     Ends where FedAvg of criterion + penalty does, each client's previous model being the one it trains there. That is
     no optimum even with one local step: the previous model pushes, while the global one, where z starts, does not pull.
+    Where mu is large or features are short it does not end: clients swing from one side of the global model to the
+    other, each away from its previous model.
     """
     check_number("mu", mu, NOT_NEGATIVE)
     check_number("tau", tau, POSITIVE)
