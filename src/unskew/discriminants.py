@@ -35,13 +35,13 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
 
     def fit(task: Task) -> nn.Module:
         stats, n = task.stats, task.stats.count.sum()
-        within = stats.within / n
-        centre = (stats.count[:, None] * stats.mean).sum(0) / n  # what all means share is large and decides nothing
+        within = stats.within.div_(n)
+        centre = stats.count @ stats.mean / n  # what all means share is large and decides nothing
         still = within.diagonal() <= (STILL * centre) ** 2
         within.masked_fill_(still | still[:, None], 0.0)
         ridge = strength(stats, True) / n if choose and not shrinkage else shrinkage * within.diagonal().mean()
         within.mul_(1 - shrinkage)
-        weight = solve(within, (stats.mean - centre).T.masked_fill(still[:, None], 0.0), ridge).T  # (C, d)
+        weight = solve(within, (stats.mean - centre).masked_fill_(still, 0.0).T, ridge).T  # (C, d)
         bias = _log_prior(task) - (weight * (stats.mean + centre)).sum(1) / 2
         return _head(weight, bias, transform, task)
 
@@ -132,6 +132,7 @@ def _head(weight: Tensor, bias: Tensor, transform: str, task: Task) -> nn.Module
     if task.old.bias is None:
         raise UsageError("the model's classifier has no bias, which this calibrator needs: choose ffc or ccvr")
     known = task.stats.count > 0
-    weight, bias = (value - value[known].mean(0) for value in (weight, bias.double()))
-    bias = bias.masked_fill(~known, 0.0).to(task.old.weight)  # which `silence` takes care of
+    share = known / known.sum()
+    bias = bias.double().masked_fill(~known, 0.0)  # which `silence` takes care of
+    weight, bias = weight - share @ weight, (bias - share @ bias).to(task.old.weight)
     return behind(linear_of(weight.to(task.old.weight), bias), transform, task.width)

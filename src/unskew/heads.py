@@ -28,6 +28,7 @@ from unskew.errors import UsageError, expect
 from unskew.machine import threads
 from unskew.models import Split, evaluating, linear, linear_of, width_of
 from unskew.optim import SGD
+from unskew.packing import factor_in_place
 from unskew.ridge import equations, solve, strength
 from unskew.statistics import FeatureStats, added
 from unskew.transforms import Transform, front_of
@@ -206,7 +207,8 @@ def _right(head: nn.Linear, z: Tensor, y: Tensor) -> float:
     """The share of features that a head gives their label, in a sample of some thousand."""
     every = max(1, len(y) // 4096)
     with torch.no_grad():
-        return float((head(z[::every]).argmax(1) == y[::every]).double().mean())
+        some = zip(z[::every].split(512), y[::every].split(512), strict=True)
+        return sum(int((head(part).argmax(1) == labels).sum()) for part, labels in some) / max(len(y[::every]), 1)
 
 
 ABREAST, MATRICES = 4, 2**23  # classes that are worked on at a time at most, and the bytes of their (d, d) matrices
@@ -285,12 +287,14 @@ def root(covariance: Tensor, dtype: torch.dtype = torch.float64, raised: Tensor 
     if dtype != torch.float64:
         steps.insert(0, (torch.float32, 0 * raised, torch.full_like(raised, SURE)))
     for kind, share, least in steps:
-        matrix = covariance.to(kind, copy=True)
-        matrix.diagonal().mul_(1 + share)
-        factor, failed = torch.linalg.cholesky_ex(matrix)
-        own = factor.diagonal() ** 2 / matrix.diagonal()  # what the features before it don't give of each variance
+        factor = torch.empty(covariance.shape, dtype=kind, device=covariance.device).T.copy_(covariance)
+        factor.diagonal().mul_(1 + share)
+        raised_variance = factor.diagonal().clone()
+        failed = factor_in_place(factor)
+        own = factor.diagonal() ** 2 / raised_variance  # what the features before it don't give of each variance
         if not failed and (own > least).all():  # which is false for NaN
-            return factor.to(dtype)
+            return factor.tril_().to(dtype)
+        del factor  # large, and the next one is to be made
     scale = variance.sqrt()
     values, vectors = torch.linalg.eigh(covariance / scale / scale[:, None])
     correlations = (vectors * values.clamp(min=float(raised.max()))) @ vectors.T

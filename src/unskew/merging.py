@@ -52,7 +52,7 @@ def join(count: Tensor, mean: Tensor, other: Tensor, other_mean: Tensor, sign: i
         left_mean = left_mean.masked_fill((left_mean.abs() <= rounding) | (left == 0)[:, None], 0.0)
     n = whole.clamp(min=1)
     apart = other_mean - left_mean
-    joined = left_mean + apart * (other / n)[:, None] if sign > 0 else left_mean
+    joined = left_mean.addcmul(apart, (other / n)[:, None]) if sign > 0 else left_mean
     return Joint(whole if sign > 0 else left, joined, apart, left * other / n, left / n, other / n)
 
 

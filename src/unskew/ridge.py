@@ -41,7 +41,7 @@ def solve(gram: Tensor, cross: Tensor, ridge: float | Tensor) -> Tensor:
     tolerance = len(gram) * torch.finfo(gram.dtype).eps
     if not failed and (lower.diagonal() ** 2).min() > tolerance:
         half = torch.linalg.solve_triangular(lower, scale[:, None] * cross, upper=False)
-        return scale[:, None] * torch.linalg.solve_triangular(lower.T, half, upper=True)
+        return torch.linalg.solve_triangular(lower.T, half, upper=True).mul_(scale[:, None])
     values, vectors = torch.linalg.eigh(unpack(kept, len(gram)))
     real = values > tolerance * values[-1]
     # gram = B diag(values) B' with B = Q R: its inverse on what B spans is Q R^-T diag(1 / values) R^-1 Q'
@@ -71,9 +71,9 @@ def equations(stats: FeatureStats, intercept: bool) -> Equations:
     count, n = stats.count, stats.count.sum()
     if not intercept:
         return Equations(stats.gram, stats.cross, torch.zeros_like(stats.mean[0]), torch.zeros_like(count))
-    mean = (count[:, None] * stats.mean).sum(0) / n
-    apart = torch.where(count[:, None] > 0, stats.mean - mean, 0.0)
-    cross = (count[:, None] * apart).T
+    mean = count @ stats.mean / n
+    apart = (stats.mean - mean).masked_fill_((count == 0)[:, None], 0.0)
+    cross = apart.T * count
     gram = stats.within.addmm_(cross, apart)
     still = gram.diagonal() <= n * (STILL * mean) ** 2
     if still.any():

@@ -140,32 +140,36 @@ class FeatureStats:
             self.held_out._include(z[held], y[held])
         y, order = y.sort()
         z = Transform(self.transform)(z[order].double())
-        count = torch.bincount(y, minlength=self.classes).to(z)
-        mean = torch.zeros_like(self.mean).index_add_(0, y, z) / count.clamp(min=1)[:, None]
-        z = z - mean[y]
-        rest = torch.zeros_like(mean).index_add_(0, y, z) / count.clamp(min=1)[:, None]  # what rounding left of it
-        mean, z = mean + rest, z - rest[y]
-        joint = self._meet(count, mean)
+        there, place, count = y.unique_consecutive(return_inverse=True, return_counts=True)  # few of many classes
+        n = count.to(z)[:, None]
+        mean = z.new_zeros(len(there), z.shape[1]).index_add_(0, place, z).div_(n)
+        z = z - mean[place]
+        rest = torch.zeros_like(mean).index_add_(0, place, z).div_(n)  # what rounding has left of the means
+        mean.add_(rest)
+        z.sub_(rest[place])
+        del rest
+        joint = self._meet(n[:, 0], mean, there=there)
         if self.form == "pooled":
             self.scatter.add_(pack((z.T @ z).addmm_((joint.apart * joint.weight[:, None]).T, joint.apart)))
         elif self.form in CUBED:
-            squares = torch.zeros_like(mean).index_add_(0, y, z * z)
-            self._join_cubes(joint, torch.zeros_like(count).index_add_(0, y, (z * z * z).sum(1)), squares)
+            squares = torch.zeros_like(mean).index_add_(0, place, z * z)
+            cubes = z.new_zeros(len(there)).index_add_(0, place, (z * z * z).sum(1))
+            if self.cubes is not None:
+                self.cubes[there] += cubes + cubes_between(joint, self.squares[there], squares)
             if self.form == "diagonal":
-                self.scatter.add_(squares).add_(outer(joint, self.form))
+                self.scatter[there] += squares.add_(outer(joint, self.form))
                 return
-            sizes = [int(size) for size in count.tolist()]
-            for label, members in enumerate(z.split(sizes)):
-                if sizes[label]:
-                    apart = joint.apart[label]
-                    matrix = (members.T @ members).addr_(apart, joint.weight[label] * apart)
-                    self.scatter[label].add_(pack(matrix))
+            for label, members, apart, weight in zip(
+                there.tolist(), z.split(count.tolist()), joint.apart, joint.weight, strict=True
+            ):
+                self.scatter[label].add_(pack((members.T @ members).addr_(apart, weight * apart)))
 
-    def _meet(self, count: Tensor, mean: Tensor, sign: int = 1) -> Joint:
-        """Join the counts and means of further examples, or take them out, in place; their scatter is to follow."""
-        joint = join(self.count, self.mean, count, mean, sign)
-        self.count.copy_(joint.count)
-        self.mean.copy_(joint.mean)
+    def _meet(self, count: Tensor, mean: Tensor, sign: int = 1, there: Tensor | slice = slice(None)) -> Joint:
+        """Join the counts and means of further examples of the classes `there`, or take them out, in place; their
+        scatter is to follow.
+        """
+        joint = join(self.count[there], self.mean[there], count, mean, sign)
+        self.count[there], self.mean[there] = joint.count, joint.mean
         return joint
 
     def _join_scatter(
@@ -178,23 +182,14 @@ class FeatureStats:
             return
         squares = squares_of(scatter, form, self.dimension) if self.form in CUBED else scatter
         wanted = squares if self.form == "diagonal" else scatter
-        if sign > 0:
-            self._join_cubes(joint, cubes, squares, 1, label)
         into = self.scatter if label is None or self.form == "pooled" else self.scatter[label]
+        mine = squares_of(into, self.form, self.dimension).clone()  # of what is without the others
         join_scatter(into, self.form, joint, wanted, sign, label)
-        if sign < 0:
-            self._join_cubes(joint, cubes, squares, -1, label)
-
-    def _join_cubes(
-        self, joint: Joint, cubes: Tensor | None, squares: Tensor, sign: int = 1, label: int | None = None
-    ) -> None:
-        """Join cubed deviations in place: before the scatter is added, or after it was taken out."""
-        if self.cubes is None or cubes is None:
-            return
-        place = slice(None) if label is None else label
-        mine = squares_of(self.scatter[place], self.form, self.dimension)
-        self.cubes[place] += sign * (cubes + cubes_between(joint, mine, squares, place))
-        self.cubes.masked_fill_(joint.count == 0, 0.0)
+        mine = mine if sign > 0 else squares_of(into, self.form, self.dimension)
+        if self.cubes is not None and cubes is not None:
+            place = slice(None) if label is None else label
+            self.cubes[place] += sign * (cubes + cubes_between(joint, mine, squares, place))
+            self.cubes.masked_fill_(joint.count == 0, 0.0)
 
     def _check(self, z: Tensor, y: Tensor) -> None:
         """Refuse features and labels of other shapes than these statistics are of."""
@@ -210,7 +205,7 @@ class FeatureStats:
         if self.form == "none":
             return
         squares = self.squares.reshape(-1, self.dimension).sum(0)  # a class may have two examples that agree by chance
-        size = (self.count[:, None] * self.mean**2).sum(0)
+        size = self.count @ self.mean**2
         unknown = ((squares > STILL**2 * size) & (squares < UNKNOWN**2 * size)).nonzero()
         if len(unknown):
             raise DataError(

@@ -170,8 +170,8 @@ Pieces = Callable[[], Iterator[Tensor]]
 
 def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Pieces]:
     """How to make the pieces of each tensor of a payload; of scatters one class after the other."""
-    rounding, n = _rounding(stats.form, precision), stats.count[:, None]
-    centre = (n * stats.mean).sum(0) / n.sum().clamp(min=1)
+    rounding = _rounding(stats.form, precision)
+    centre = stats.count @ stats.mean / stats.count.sum().clamp(min=1)
     cubes = stats.mean.new_zeros(stats.classes) if stats.cubes is None else stats.cubes
 
     def scatters() -> Iterator[Tensor]:
