@@ -239,18 +239,35 @@ def _show_files(found: Mapping[str, Any]) -> None:
                       str(site["dimension"]), site["form"], site["precision"], site["transform"], size(site["bytes"]),
                       "·" if site["held_out"] is None else str(site["held_out"]))  # fmt: skip
     show(table)
-    few = len(found["files"]) <= 12
-    names = [Path(site["file"]).stem for site in found["files"]]
-    table = table_of("class", "examples", "sites", "largest share", *(names if few else []))
-    for row in found["table"]:
-        own = [str(count or "·") for count in row["counts"]] if few else []
-        table.add_row(row["label"], f"{sum(row['counts']):,}", str(sum(map(bool, row["counts"]))),
-                      f"{max(row['counts']) / max(sum(row['counts']), 1):.0%}", *own)  # fmt: skip
-    show(table)
+    _show_counts(found)
     for warning in found["warnings"]:
         show(f"! {warning}")
     if not found["warnings"] and not found["refused"]:
         show("Nothing to beware of was found.")
+
+
+FEW_SITES, FEW_CLASSES = 12, 20  # that have columns of their own
+
+
+def _show_counts(found: Mapping[str, Any]) -> None:
+    """The examples of each class, and on each site where there are few of either."""
+    names = [Path(site["file"]).stem for site in found["files"]]
+    names = names if len(set(names)) == len(names) else [site["file"] for site in found["files"]]
+    labels, counts = [row["label"] for row in found["table"]], [row["counts"] for row in found["table"]]
+    few = len(names) <= FEW_SITES
+    table = table_of("class", "examples", "sites", "largest share", *(names if few else []))
+    for label, row in zip(labels, counts, strict=True):
+        own = [f"{count:,}" if count else "·" for count in row] if few else []
+        share = f"{max(row) / max(sum(row), 1):.0%}"
+        table.add_row(label, f"{sum(row):,}", str(sum(map(bool, row))), share, *own)
+    show(table)
+    if not few and len(labels) <= FEW_CLASSES:
+        turned = table_of("site", *labels)
+        for name, column in zip(names, zip(*counts, strict=True), strict=True):
+            turned.add_row(name, *(f"{count:,}" if count else "·" for count in column))
+        show(turned)
+    elif not few:
+        show(f"Left out: the {len(labels)} classes of each of the {len(names)} sites; --json has them.")
 
 
 # ---------------------------------------------------------------------------------------------- small parts
