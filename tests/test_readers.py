@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from unskew import readers
+from unskew import images, readers
 from unskew.errors import DataError
 
 RANDOM = np.random.default_rng(0)
@@ -415,8 +415,8 @@ def test_other_modes_become_plain_colour(tmp_path):
 def test_decoded_images_are_kept_until_the_folder_changes(tmp_path, monkeypatch):
     folder, cache = place(tmp_path / "photos", class_files("")), tmp_path / "cache"
     decoded = []
-    plain = readers.decode_image
-    monkeypatch.setattr(readers, "decode_image", lambda *rest: decoded.append(rest[1]) or plain(*rest))
+    plain = images.decoded
+    monkeypatch.setattr(images, "decoded", lambda *rest: decoded.append(rest[1]) or plain(*rest))
 
     def read(**options):
         decoded.clear()

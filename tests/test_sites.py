@@ -5,18 +5,27 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from unskew import data, evaluate, readers, tabular
+from unskew import data, evaluate, images, readers, sites, tabular
 from unskew.errors import DataError, UsageError
-from unskew.sites import read_labels, site_data
+from unskew.preparation import Preparation
+from unskew.sites import read_labels
 
 RANDOM = np.random.default_rng(0)
 CLASSES = ("ant", "bee", "cow", "dog")
+
+
+def site_data(spec, **options):
+    """The data of a site; options of its preparation stand among the others."""
+    names = {entry.name for entry in fields(Preparation)} & set(options)
+    preparation = Preparation(**{name: options.pop(name) for name in names})
+    return sites.site_data(spec, preparation=preparation, **options)
 
 
 def pixels(*shape):
@@ -58,7 +67,8 @@ def test_all_images_of_a_folder_are_the_sites(tmp_path):
     (tmp_path / "ant" / "._0.png").write_bytes(b"what some systems leave behind")
     (tmp_path / ".cache").mkdir()
     site = site_data(str(tmp_path), batch=4)
-    assert (site.labels, site.classes, site.examples, site.preparation) == (("ant", "bee"), 2, 9, "pixels/255")
+    assert (site.labels, site.classes, site.examples) == (("ant", "bee"), 2, 9)
+    assert str(site.preparation) == "pixels/255 channels=3"
     assert [len(y) for _, y in site.batches()] == [4, 4, 1]
     x, y = whole(site)
     assert y.tolist() == [0] * 4 + [1] * 5
@@ -121,7 +131,7 @@ def test_grey_stays_grey_only_if_all_are(tmp_path):
 
 def test_headers_alone_say_whether_all_are_grey(tmp_path, monkeypatch):
     photos(tmp_path, {"ant": 3, "bee": 3}, shape=(4, 4))
-    monkeypatch.setattr(readers, "decode_image", lambda *_: pytest.fail("an image was decoded"))
+    monkeypatch.setattr(images, "picture", lambda *_: pytest.fail("an image was decoded"))
     assert site_data(str(tmp_path)).examples == 6
 
 
@@ -131,7 +141,7 @@ def test_images_are_scaled_as_the_other_readers_do(tmp_path):
     site = site_data(str(tmp_path), image_size=4)
     theirs = readers.class_folders(tmp_path, size=4)
     expected = np.concatenate([theirs.x, theirs.x_test]).transpose(0, 3, 1, 2).astype(np.float32) / 255
-    assert site.preparation == "pixels/255"
+    assert str(site.preparation) == "pixels/255 image_size=4 channels=3"
     assert sorted(whole(site)[0].flatten(1).tolist()) == sorted(expected.reshape(7, -1).tolist())
     refused(DataError, ["odd.png is 7x9", "0.png is 5x6", "--image-size"], tmp_path, batch=2)
 
@@ -153,11 +163,11 @@ class Gate:
     """A decoder that counts, and can be interrupted."""
 
     def __init__(self, monkeypatch):
-        self.decoded, self.threads, self.plain = [], set(), readers.decode_image
+        self.decoded, self.threads, self.plain = [], set(), images.picture
         self.interrupt, self.one_at_a_time = 0, threading.Lock()
-        monkeypatch.setattr(readers, "decode_image", self)
+        monkeypatch.setattr(images, "picture", self)
 
-    def __call__(self, read, name, size):
+    def __call__(self, read, name, channels):
         with self.one_at_a_time:
             self.decoded.append(name)
             due = len(self.decoded) == self.interrupt
@@ -165,7 +175,7 @@ class Gate:
         if due:
             _thread.interrupt_main()  # as Ctrl-C does
         time.sleep(0.001)
-        return self.plain(read, name, size)
+        return self.plain(read, name, channels)
 
 
 def check_threads_end(before):
@@ -229,18 +239,14 @@ def test_an_npz_of_images(tmp_path, shape, expected):
     np.savez(path, x=x, y=np.array([3, 0, 3, 1, 1, 0, 3], np.uint8))
     site = site_data(str(path), batch=3, classes=4)
     found, y = whole(site)
-    assert (site.labels, site.classes, site.examples, site.preparation) == (
-        None,
-        4,
-        7,
-        "values" if site.preparation == "values" else "pixels/255",
-    )
+    channels = expected[0]
+    assert (site.labels, site.classes, site.examples) == (None, 4, 7)
+    assert str(site.preparation) == f"pixels/255 channels={channels}"
     assert (found.dtype, found.shape, y.tolist()) == (torch.float32, (7, *expected), [3, 0, 3, 1, 1, 0, 3])
     first = x.transpose(0, 3, 1, 2) if shape == (6, 5, 3) else x.reshape(7, *expected)
     assert torch.equal(found, torch.from_numpy(first.astype(np.float32)) / 255)
-    channels = expected[0]
     site = site_data(str(path), mean=[0.5] * channels, std=[0.25] * channels)
-    assert site.preparation.endswith(f" mean={','.join(['0.5'] * channels)} std={','.join(['0.25'] * channels)}")
+    assert str(site.preparation).endswith(f" mean={','.join(['0.5'] * channels)} std={','.join(['0.25'] * channels)}")
     assert torch.allclose(whole(site)[0], found * 4 - 2, atol=1e-6)
 
 
@@ -308,7 +314,7 @@ def test_known_names_are_normalised_as_training_does():
         for one, two, three in zip(ours, theirs, again, strict=True):
             assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, two, three, strict=True))
     assert (site.labels, site.classes, site.examples) == (digits.labels, 10, 359)
-    assert site.preparation == f"pixels/255 mean={digits.mean.item():.6g} std={digits.std.item():.6g}"
+    assert str(site.preparation) == f"pixels/255 channels=1 mean={digits.mean.item():.8g} std={digits.std.item():.8g}"
     plain, y = whole(site_data("digits", part="test", mean=[0], std=[1]))
     assert torch.equal(plain, digits.x_test.float() / 255)
     turned = site_data("digits", part="test", labels=digits.labels[::-1])
@@ -330,12 +336,12 @@ def test_a_csv_is_read_line_by_line(tmp_path):
     path = csv_of(tmp_path / "a.csv", "\ufeffheight, label ,weight\n1.5,0,-2\n\n3, 2 ,1e3\n0.5,1.0,7\n")
     site = site_data(str(path), batch=2)
     assert (site.labels, site.classes, site.examples) == (None, None, None)
-    assert site.preparation.startswith("columns:")
+    assert str(site.preparation).startswith("columns:")
     assert [len(y) for _, y in site.batches()] == [2, 1]
     x, y = whole(site)
     assert (x.dtype, x.tolist(), y.tolist()) == (torch.float32, [[1.5, -2], [3, 1000], [0.5, 7]], [0, 2, 1])
     site = site_data(str(path), mean=[1, 0], std=[0.5, 1000])
-    assert site.preparation.endswith(" mean=1,0 std=0.5,1000")
+    assert str(site.preparation).endswith(" mean=1,0 std=0.5,1000")
     assert torch.allclose(whole(site)[0], torch.tensor([[1, -0.002], [4, 1], [-1, 0.007]]))
     other = whole(site_data(str(csv_of(tmp_path / "b.CSV", "\ufeffkind,a\n2,1\n")), label_column="kind"))
     assert [part.tolist() for part in other] == [[[1.0]], [2]]
@@ -561,7 +567,7 @@ def test_options_that_cannot_be_meant_are_refused(tmp_path):
         (tmp_path / "a.npz", {"image_size": 8}, ["image_size is 8", "a .npz file", "only a folder or"]),
         (table, {"image_size": 8}, ["image_size is 8", "a .csv file"]),
         (table, {"mean": [1, 2], "std": [1, 2]}, ["mean has 2 values", "1 channels or features"]),
-        (loader, normal, ["mean is [0.5]", "a loader"]),
+        (loader, normal, ["mean is (0.5,)", "a loader"]),
     ):
         refused(UsageError, words, spec, **options)
 

@@ -315,9 +315,9 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _numbers(name: str, text: str | None) -> list[float] | None:
+def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
     try:
-        return None if text is None else [float(word) for word in text.split(",")]
+        return None if text is None else tuple(float(word) for word in text.split(","))
     except ValueError:
         raise UsageError(f"{name} is {text!r}: give one number for each channel, as in 0.485,0.456,0.406") from None
 
@@ -325,6 +325,7 @@ def _numbers(name: str, text: str | None) -> list[float] | None:
 def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split, bool]:
     """The data of a site, the model, cut with the first of them, and whether its classifier is a new one."""
     from unskew.heads_file import labels_in, opened
+    from unskew.preparation import Preparation
     from unskew.sites import read_labels, site_data
 
     device = checked_device(given["device"])
@@ -332,8 +333,9 @@ def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split, bool]:
         note("without --weights, the model's initial weights make the features: they must be the same everywhere")
     carried = labels_in(given["weights"]) if given["weights"] else None
     labels = read_labels(given["labels"]) if given["labels"] else carried
-    data = site_data(given["data"], part=part, labels=labels, classes=given["classes"], image_size=given["image_size"],
-                     mean=_numbers("mean", given["mean"]), std=_numbers("std", given["std"]),
+    preparation = Preparation(image_size=given["image_size"], mean=_numbers("mean", given["mean"]),
+                              std=_numbers("std", given["std"]))  # fmt: skip
+    data = site_data(given["data"], part=part, labels=labels, classes=given["classes"], preparation=preparation,
                      label_column=given["label_column"], batch=given["batch"])  # fmt: skip
     first = next(iter(data.batches()), None)
     if first is None:
@@ -366,7 +368,7 @@ def _origin(data: SiteData, classes: int) -> Origin:
     from unskew.statistics import Origin
 
     labels = data.labels if data.labels is not None and len(data.labels) == classes else None
-    return Origin(labels=labels, preparation=data.preparation)
+    return Origin(labels=labels, preparation=None if data.preparation is None else str(data.preparation))
 
 
 def _counted(batches: Iterable[tuple[Any, Tensor]], progress: Callable[[int], None]) -> Iterator[tuple[Any, Tensor]]:
