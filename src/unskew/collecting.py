@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -33,6 +33,7 @@ def collect(
     *,
     held_out: float = 0.0,
     origin: Origin | None = None,
+    watch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> FeatureStats:
     """All that a client has to call: the moments of its features, from batches of (inputs, labels).
 
@@ -40,7 +41,8 @@ def collect(
     The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time (on a GPU 16
     times as many), and every module's mode is as before afterwards. An iterable without batches gives statistics of
     zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
-    `holding_out`. `origin` says what else is known of the data.
+    `holding_out`. `origin` says what else is known of the data. `watch` is called with the features and the labels of
+    each batch.
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     check_number("classes", classes, COUNT)
@@ -63,6 +65,8 @@ def collect(
         digest = aside.submit(seal, _feature_weights(model), {})  # while features are computed
         for x, y, held in holding_out(batches, held_out):
             z = tried(model.features, "the model", x)
+            if watch is not None:
+                watch(z, y)
             z = z.cpu() if z.device.type == "mps" else z  # which has no float64
             z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
             waiting.append((z, y, held))
