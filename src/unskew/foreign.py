@@ -93,7 +93,7 @@ def _program(path: str, trust: bool) -> nn.Module:
         raise DataError(f"{path}: not a readable program of torch.export, or cut short ({_line(error)})") from error
 
 
-def _imported(library: str) -> Any:
+def imported(library: str) -> Any:
     """A library that is not among Unskew's own."""
     package = library.partition(".")[0]
     try:
@@ -107,7 +107,7 @@ def _imported(library: str) -> Any:
         ) from None
 
 
-def _known(library: str, name: str, names: Iterable[str]) -> None:
+def check_known(library: str, name: str, names: Iterable[str]) -> None:
     """Refuse a name that a library does not have, with near ones; unlike `lookup` not with all: there are hundreds."""
     names = sorted(names)
     if name not in names:
@@ -119,28 +119,28 @@ def _known(library: str, name: str, names: Iterable[str]) -> None:
 
 def _torchvision(name: str, classes: int | None) -> nn.Module:
     """A classification network of torchvision."""
-    models = _imported("torchvision.models")
-    _known("torchvision", name, models.list_models(module=models))
+    models = imported("torchvision.models")
+    check_known("torchvision", name, models.list_models(module=models))
     return models.get_model(name, weights=None, **({} if classes is None else {"num_classes": classes}))
 
 
 def _timm(name: str, classes: int | None) -> nn.Module:
     """A network of timm; a tag behind a point, which names trained weights, is allowed and says nothing here."""
-    timm = _imported("timm")
-    _known("timm", name.partition(".")[0], timm.list_models())
+    timm = imported("timm")
+    check_known("timm", name.partition(".")[0], timm.list_models())
     return timm.create_model(name, pretrained=False, **({} if classes is None else {"num_classes": classes}))
 
 
 def _transformers(name: str, classes: int | None) -> nn.Module:
     """A classifier of texts or images of transformers, by its configuration."""
-    library = _imported("transformers")
+    library = imported("transformers")
     options = {} if classes is None else {"num_labels": classes}
     if (Path(name) / "config.json").is_file():
         config = library.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
     elif Path(name).is_dir() or "/" in name:
         raise UsageError(f"model is 'transformers:{name}': there is no {name}/config.json, and nothing is downloaded")
     else:
-        _known("transformers", name, library.CONFIG_MAPPING)
+        check_known("transformers", name, library.CONFIG_MAPPING)
         config = library.CONFIG_MAPPING[name](**options)
     texts, images = library.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, library.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     if type(config) in texts:

@@ -23,6 +23,7 @@ from unskew.errors import DataError, UsageError, check_number, lookup
 
 PIXELS = "pixels/255"
 INTERPOLATIONS = {name: name.upper() for name in ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")}
+OFFSETS = ("round", "floor")
 MOST = 65_535  # pixels: no side of an image file that we read is longer
 
 _SIDE = (lambda value: 1 <= value <= MOST and value == int(value), f"a whole number in 1..{MOST}")
@@ -37,10 +38,10 @@ class Preparation:
     """What is done to an image, or to a vector, in this order; None: nothing, or what the data themselves say.
 
     `channels` 1 makes images grey and 3 colour. Their sides are then scaled: both to `image_size`, or the shorter
-    one to `resize` and the other in proportion. Of that the middle is cut out, `crop` pixels each way. Values of
-    pixels are divided by 255; `mean` and `std`, one number for each channel or feature, are subtracted and divided by.
-    All this is what torchvision's Grayscale, Resize, CenterCrop, ToTensor and Normalize do. Or else `function`, of the
-    user's own, makes a tensor of the image by itself: see `Preparation.of_function`.
+    one to `resize` and the other in proportion. Of that the middle is cut out, `crop` pixels each way, and black where
+    the image is smaller. Values of pixels are divided by 255; `mean` and `std`, one number for each channel or feature,
+    are subtracted and divided by. All this is what torchvision's Grayscale, Resize, CenterCrop, ToTensor and Normalize
+    do. Or else `function`, of the user's own, makes a tensor of the image by itself: see `Preparation.of_function`.
 
     >>> str(Preparation(resize=256, crop=224, interpolation="bicubic", mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25)))
     'resize=256 crop=224 interpolation=bicubic mean=0.5,0.5,0.5 std=0.25,0.25,0.25'
@@ -50,6 +51,7 @@ class Preparation:
     image_size: int | None = None
     resize: int | None = None
     crop: int | None = None
+    offset: str = "round"  # of a middle at half a pixel: to an even one, as torchvision does; or "floor", transformers
     interpolation: str = "bilinear"
     channels: int | None = None
     mean: tuple[float, ...] | None = None  # in the digits that float32 has
@@ -66,6 +68,7 @@ class Preparation:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), _SIDE)
         lookup("interpolation", self.interpolation, INTERPOLATIONS)
+        lookup("offset", self.offset, dict.fromkeys(OFFSETS))
         if self.channels not in (None, 1, 3):
             raise UsageError(f"channels is {self.channels!r}: it must be 1 (grey) or 3 (colour)")
         if self.image_size is not None and self.resize is not None:
@@ -73,6 +76,8 @@ class Preparation:
         if self.interpolation != "bilinear" and self.image_size is None and self.resize is None:
             remedy = "give image_size or resize"
             raise UsageError(f"interpolation is {self.interpolation!r}, but nothing is scaled: {remedy}")
+        if self.offset != "round" and self.crop is None:
+            raise UsageError(f"offset is {self.offset!r}, but nothing is cut out: give crop")
         self._check_moments()
         self._check_function()
 
@@ -189,7 +194,7 @@ def _name(text: str) -> str:
 
 
 _KINDS: dict[str, Any] = dict.fromkeys(("image_size", "resize", "crop", "channels"), int)
-_KINDS |= {"mean": _numbers, "std": _numbers, "interpolation": str, "function": _name, "digest": str}
+_KINDS |= {"mean": _numbers, "std": _numbers, "offset": str, "interpolation": str, "function": _name, "digest": str}
 
 
 def _rounded(value: float) -> float:

@@ -391,7 +391,7 @@ def class_folders(path: Path, cache: Path | None = None, size: int | None = None
     files: dict[str, Callable[[], bytes]] = {}
     listings = []
     for start in starts:
-        groups, left_out = images.listed(path / start, labels)
+        groups, left_out = images.listed(path, start, labels)
         for name, group in zip(labels, groups, strict=True):
             if not group:
                 raise DataError(f"{path}: class folder {start}{name} holds no image{images.beside(left_out)}")

@@ -26,7 +26,7 @@ from torch import Tensor
 from unskew import images, readers, specs
 from unskew.data import KNOWN, channels_first, load, normalise
 from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
-from unskew.images import Array, DamagedImage, LeftOut
+from unskew.images import DamagedImage, LeftOut
 from unskew.preparation import PIXELS, Preparation
 from unskew.results import digest
 from unskew.tabular import number_in, read_table
@@ -36,7 +36,7 @@ LABELS = "name all classes, in the order of their numbers, in a file, and give i
 
 # The options that not every kind of data takes, and which kinds do.
 _TAKEN_BY = {
-    **dict.fromkeys(("resize", "crop", "interpolation", "function", "skip_damaged"), ("folder",)),
+    **dict.fromkeys(("resize", "crop", "offset", "interpolation", "function", "skip_damaged"), ("folder",)),
     "image_size": ("folder", "known data set"),
     "channels": ("folder", "known data set", ".npz file"),
     **dict.fromkeys(("numbers", "mean"), ("folder", "known data set", ".npz file", ".csv file", ".parquet file")),
@@ -264,14 +264,15 @@ def _folder(
     path: Path, part: str, labels: tuple[str, ...] | None, given: Preparation, batch: int, skip_damaged: bool
 ) -> _Source:
     starts = images.splits(path)
-    root = path / starts[0 if part == "train" else -1]
+    start = starts[0 if part == "train" else -1]
+    root = path / start
     names = labels or images.folders(path / starts[0])
     if labels is None and len(names) < 2:
-        stray = images.beside(images.listed(path / starts[0], names)[1])
+        stray = images.beside(images.listed(path, starts[0], names)[1])
         expected = f"expected two or more, or else {LABELS}"
         raise DataError(f"{path / starts[0]} holds {len(names)} class folders; {expected}{stray}")
     folders = images.folders(root)
-    groups, left_out = images.listed(root, folders)
+    groups, left_out = images.listed(path, start, folders)
     files = [file for group in groups for file in group]
     counts = torch.tensor([len(group) for group in groups], dtype=torch.int64)
     y = torch.tensor(_class_numbers(folders, names, root), dtype=torch.int64).repeat_interleave(counts)
@@ -292,10 +293,9 @@ def _folder(
         if channels is None:
             channels = 1 if all(tried(images.is_grey, file) is not False for file in files) else 3
         preparation = _of(path, given, PIXELS, channels, channels)
-        one: Callable[[Path], Array] = partial(_pixels, preparation)
     else:
         preparation = replace(given, channels=given.channels or 3)
-        one = _by_function(preparation)
+    one = images.maker(preparation)
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
         first: tuple[Path, tuple[int, ...]] | None = None
@@ -317,37 +317,6 @@ def _folder(
 
     width = None if given.function else preparation.channels
     return _Source(walk, names, len(files), width, preparation, left_out, damaged)
-
-
-def _pixels(preparation: Preparation, file: Path) -> Array:
-    """One image as (channels, height, width), uint8."""
-    image = images.decoded(file.read_bytes, str(file), preparation)
-    if image.ndim == 3:
-        return np.ascontiguousarray(image.transpose(2, 0, 1))
-    return np.broadcast_to(image, (preparation.channels or 1, *image.shape))
-
-
-def _by_function(preparation: Preparation) -> Callable[[Path], Array]:
-    """What a function of the user's makes of an image file."""
-    name, path = str(preparation.function), preparation.path
-    if path is None:
-        raise UsageError(f"preparation is by {name}, whose file is not known here: give the file itself")
-    if Preparation.of_function(f"{path}:{name.rpartition(':')[2]}").digest != preparation.digest:
-        raise UsageError(f"preparation is by {name}, but {path} is another file than its digest says")
-    function = specs.own("preparation", f"{path}:{name.rpartition(':')[2]}")
-
-    def one(file: Path) -> Array:
-        image = images.picture(file.read_bytes, str(file), preparation.channels)
-        made = specs.called(f"{file}: preparation", name, function, image)
-        if not isinstance(made, Tensor) or not made.is_floating_point():
-            kind = made.dtype if isinstance(made, Tensor) else type(made).__name__
-            expected = "a tensor of floating point, as ToTensor of torchvision gives"
-            raise UsageError(f"preparation is {name!r}, which makes {kind} of {file}; expected {expected}")
-        if not made.isfinite().all():
-            raise UsageError(f"preparation is {name!r}, which makes a value that is not finite of {file}")
-        return made.detach().cpu().float().numpy()
-
-    return one
 
 
 def _other_size(
