@@ -37,8 +37,10 @@ from rich.progress import (
 from rich.text import Text
 
 from unskew import __version__
+from unskew.cli_options import note
 from unskew.cli_server import calibrate
-from unskew.cli_sites import evaluate, inspect_files, note, stats
+from unskew.cli_sites import evaluate, inspect_files, stats
+from unskew.cli_tasks import try_out, write_task
 from unskew.console import Column, Table, report, show, speed, summary, table_of
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
@@ -59,7 +61,7 @@ def app() -> None:
     """Federated classifiers that stay accurate when clients' data differ."""
 
 
-for command in (stats, calibrate, evaluate, inspect_files):
+for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files):
     app.add_command(command)
 
 

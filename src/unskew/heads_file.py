@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unskew.agreement import Known
 from unskew.collecting import weights_digest
 from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
 from unskew.foreign import exported, is_safetensors, libraries, load_module, put_weights, read_weights, save_weights
 from unskew.heads import behind, plain
-from unskew.inputs import stand_in
+from unskew.inputs import parsed, stand_in
 from unskew.models import Split, linear, linear_of, networks
+from unskew.preparation import PIXELS, Preparation, as_module
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
 from unskew.statistics import FeatureStats, Origin
 from unskew.transforms import Transform, front_of
@@ -30,6 +32,7 @@ from unskew.tree import Tree
 
 OLD = "old"  # the name of the head that the model has
 MOST_HEADS = 16
+PROPOSE = "`unskew calibrate --propose` writes them"
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -97,21 +100,46 @@ def _about(path: Path) -> dict[str, Any]:
         about = json.loads(text) if text else {}
         if not about:
             return {}
-        names = about["labels"]
-        labels = None if names is None else tuple(map(str, names))
         return {
             "layer": str(about["layer"]),
             "classes": int(about["classes"]),
             "transform": Transform(about["transform"]).name,
-            "labels": labels,
+            "known": _known(path, about),
         }
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: what it says of its calibration is damaged ({error})") from None
 
 
-def labels_in(path: Path) -> tuple[str, ...] | None:
-    """The names of the classes that a calibrated model carries, if it does."""
-    return _about(path).get("labels")
+def known_of_model(path: Path, classes: int | None = None) -> Known:
+    """What a calibrated model says of its data, for a head of so many classes if they are given; other weights say
+    nothing.
+    """
+    about = _about(path)
+    if not about:
+        return Known(str(path))
+    same = classes in (None, about["classes"])  # a new head has other classes
+    return about["known"] if same else about["known"]._replace(labels=None)
+
+
+def is_calibrated(path: Path) -> bool:
+    """Whether a file of weights is what `write_model` wrote."""
+    return bool(_about(path))
+
+
+def _told(origin: Origin) -> dict[str, Any]:
+    """What files around a calibration carry of the data that their statistics came from."""
+    return {"labels": origin.labels, "preparation": origin.preparation, "inputs": origin.inputs}
+
+
+def _known(path: Path, told: Mapping[str, Any]) -> Known:
+    """What `_told` wrote; a ValueError or a KeyError where it is damaged."""
+    labels, preparation, inputs = told["labels"], told["preparation"], told["inputs"]
+    if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
+        raise ValueError("labels is no list of names")
+    if inputs is not None and not parsed(str(inputs)):
+        raise ValueError(f"inputs is {inputs!r}")
+    names = None if labels is None else tuple(labels)
+    return Known(str(path), names, None if preparation is None else Preparation.parse(str(preparation)), inputs)
 
 
 def _resize(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
@@ -132,7 +160,7 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     front = front_of(model.classifier)
     layer = "classifier" if isinstance(module, Split) else model.layer
     about = {"layer": layer, "classes": linear(model.classifier).out_features, "transform": front, "calibrator": name,
-             "examples": int(stats.count.sum()), "labels": stats.origin.labels}  # fmt: skip
+             "examples": int(stats.count.sum()), **_told(stats.origin)}  # fmt: skip
     tree = rejoined(model, module)
     save_weights(path, tree, {"calibrated": json.dumps(about)})
     own = module.state_dict()
@@ -144,24 +172,47 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     return "it loads in plain torch: model.load_state_dict(safetensors.torch.load_file(path))"
 
 
-def write_program(path: Path, model: Split, origin: Origin) -> None:
-    """Write a calibrated model as a program of torch.export."""
+def write_program(path: Path, model: Split, origin: Origin, prepared: bool = False) -> str:
+    """Write a calibrated model as a program of torch.export; says what it takes.
+
+    If it is to be `prepared`, the part of the preparation that works on tensors goes in front: then the program takes
+    pixels 0..255, or other values as the data have them, in the sizes that the model takes.
+    """
     if origin.inputs is None:
         raise UsageError(
             "--export needs to know what the model takes, and the sites' batches were not tensors of one kind with a "
             "row for each example: export it in Python, with foreign.exported(model, example, path)"
         )
-    exported(model, stand_in(origin.inputs), path)
+    if not prepared:
+        exported(model, stand_in(origin.inputs), path)
+        return f"it takes {origin.inputs}, prepared{_as(origin.preparation)}"
+    parts = parsed(origin.inputs)
+    if origin.preparation is None or len(parts) != 1 or parts[0].name:
+        raise UsageError(
+            f"--export-preparation needs statistics of images or vectors that Unskew has read itself; these are of "
+            f"{origin.inputs}, which a loader has prepared: export without it"
+        )
+    preparation = Preparation.parse(origin.preparation)
+    pixels = preparation.numbers == PIXELS
+    example = stand_in(origin.inputs).to(torch.uint8 if pixels else torch.float32)
+    exported(nn.Sequential(as_module(preparation), model), example, path)
+    sizes = ",".join(map(str, parts[0].sizes))
+    scaled = any((preparation.image_size, preparation.resize, preparation.crop))
+    return f"it takes {'uint8' if pixels else 'float32'}[{sizes}]" + (", scaled and cut out already" if scaled else "")
+
+
+def _as(preparation: str | None) -> str:
+    return "" if preparation is None else f" as in the statistics ({preparation})"
 
 
 # ---------------------------------------------------------------------------------------------- candidates
 
 
 def write_heads(
-    path: Path, model: Split, made: Mapping[str, nn.Module], parts: Iterable[str], fresh: bool = False
+    path: Path, model: Split, made: Mapping[str, nn.Module], stats: FeatureStats, fresh: bool = False
 ) -> None:
-    """Write candidate heads that were made from the statistics of some `parts`, after the head that the model has,
-    unless that is `fresh` and knows nothing.
+    """Write candidate heads that were made from some statistics, after the head that the model has, unless that is
+    `fresh` and knows nothing.
     """
     tree: Tree = {}
     fronts = {}
@@ -171,8 +222,17 @@ def write_heads(
         if layer.bias is not None:
             tree[f"{name}/bias"] = layer.bias
         fronts[name] = front_of(head)
-    origin = {"weights": weights_digest(model), "statistics": digest(sorted(parts))}
-    save_sealed(path, tree, {"heads": json.dumps(fronts), **origin})
+    origin = {"weights": weights_digest(model), "statistics": digest(sorted(stats.parts))}
+    save_sealed(path, tree, {"heads": json.dumps(fronts), **origin, "data": json.dumps(_told(stats.origin))})
+
+
+def known_of_heads(path: Path) -> Known:
+    """What a file of candidate heads says of the data that they were made from."""
+    metadata = metadata_of(path)
+    try:
+        return _known(path, json.loads(metadata["data"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: holds no heads, or damaged ones ({error}); {PROPOSE}") from None
 
 
 def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> tuple[dict[str, nn.Module], str]:
@@ -180,8 +240,8 @@ def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> 
     this model, or were not made from the statistics of these `parts`.
     """
     tree, metadata = load_sealed(path)
-    if not {"heads", "weights", "statistics"} <= set(metadata):
-        raise DataError(f"{path}: holds no heads; `unskew calibrate --propose` writes them")
+    if not {"heads", "weights", "statistics", "data"} <= set(metadata):
+        raise DataError(f"{path}: holds no heads; {PROPOSE}")
     if metadata["weights"] != weights_digest(model):
         raise DataError(f"{path}: heads for a model with other weights: give the weights that the statistics were "
                         "collected with")  # fmt: skip

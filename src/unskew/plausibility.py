@@ -49,6 +49,9 @@ class Judgement(NamedTuple):
     order: Mapping[int, int]  # that order: the class that it says instead of each; empty where none explains much
     reordered: int  # how many it would get right then
 
+    def __str__(self) -> str:
+        return f"the old head gets {self.right:,} of {self.total:,} right"
+
 
 def judged(confusion: Tensor) -> Judgement:
     """Judge a head by its counts of (true class, predicted class), (C, C).
@@ -98,17 +101,20 @@ def _reordered(confusion: Tensor, guesses: bool) -> tuple[dict[int, int], int]:
 
 def told(found: Judgement, labels: Sequence[str] | None) -> str:
     """What is odd about a doubtful judgement, and what to check, in words."""
-    text = (
-        f"the old head gets {found.right:,} of {found.total:,} right, where guessing gets about {found.chance:,.0f}: "
-        "check the order of the classes (--labels), the preparation (--image-size, --mean, --std), --weights and "
-        "--layer. If they are right, the head has forgotten these classes"
-    )
     if not found.order:
-        return text
+        return (
+            f"guessing gets about {found.chance:,.0f}: check the order of the classes (--labels), the preparation "
+            "(--image-size, --mean, --std), --weights and --layer; if they are right, the head has forgotten these "
+            "classes"
+        )
     if labels is not None and len(found.order) == len(labels) <= MOST:
         order = sorted(found.order, key=found.order.__getitem__)
-        return f"{text}. In the order {', '.join(labels[label] for label in order)} it would get {found.reordered:,}"
+        names = ", ".join(labels[label] for label in order)
+        return f"in the order {names} it would get {found.reordered:,}: check the order of the classes (--labels)"
     moved = {label: number for label, number in found.order.items() if label != number}
     some = [f"{label if labels is None else labels[label]} is {number}" for label, number in moved.items()]
     more = f", ... ({len(some)} classes)" if len(some) > MOST else ""
-    return f"{text}. With these numbers of classes it would get {found.reordered:,}: {', '.join(some[:MOST])}{more}"
+    return (
+        f"it would get {found.reordered:,} if classes had other numbers, {', '.join(some[:MOST])}{more}: check the "
+        "order of the classes (--labels)"
+    )
