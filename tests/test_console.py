@@ -85,8 +85,8 @@ def files(request, tmp_path, monkeypatch):
     made = []
     for number in range(request.param):
         count = torch.tensor([112_000.0 + number, 112.0, 7.0 * number])
-        first = torch.zeros(3, 2, dtype=torch.float64)
-        stats = FeatureStats(count.double(), first, torch.zeros(3, dtype=torch.float64), "pooled",
+        mean = torch.zeros(3, 2, dtype=torch.float64)
+        stats = FeatureStats(count.double(), mean, torch.zeros(3, dtype=torch.float64), "pooled",
                              origin=Origin(labels=NAMES))  # fmt: skip
         made.append(f"a_folder_of_some_depth/site_of_the_hospital_number_{number}.stats")
         stats.save(made[-1])

@@ -1,6 +1,7 @@
 """The preparation that a library's models expect: pixel by pixel what the library does, or refused by name."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -118,6 +119,63 @@ def test_torchvision(name, photos):
 def test_torchvision_has_no_other_names():
     zoo("torchvision")
     refused(UsageError, ["unknown model 'resnet19' of torchvision", "'resnet18'"], "torchvision:resnet19")
+
+
+STEPS = (
+    "transforms.Resize(40), transforms.CenterCrop(32), transforms.ToTensor(), "
+    "transforms.Normalize([0.5] * 3, [0.25] * 3)"
+)
+
+
+def composed(path, steps):
+    path.write_text(f"from torchvision import transforms\n\ntransform = transforms.Compose([{steps}])\n")
+    return Preparation.of_function(f"{path}:transform")
+
+
+def test_a_compose_of_torchvision_is_a_function_of_the_users(tmp_path, photos):
+    zoo("torchvision")
+    plain = Preparation(resize=40, crop=32, mean=(0.5,) * 3, std=(0.25,) * 3)
+    ours, theirs = (
+        torch.cat([x for x, _ in site_data(str(photos), preparation=preparation).batches()])
+        for preparation in (plain, composed(tmp_path / "prep.py", STEPS))
+    )
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    random = composed(tmp_path / "random.py", f"transforms.RandomCrop(9), {STEPS}")
+    with pytest.raises(UsageError, match="makes something else of .* each time: leave out what is random"):
+        list(site_data(str(photos), preparation=random).batches())
+
+
+def test_a_folder_gives_what_image_folder_gives(tmp_path):
+    """Of every mode, a photo that a camera turned among them; but torchvision makes all of them colour."""
+    zoo("torchvision")
+    from torchvision import datasets, transforms
+
+    rgb = Image.fromarray(RANDOM.integers(0, 256, (7, 9, 3), dtype=np.uint8))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for name, image, options in (
+        ("a/rgb.png", rgb, {}),
+        ("a/turned.jpg", rgb, {"exif": turned}),
+        ("a/cmyk.jpg", rgb.convert("CMYK"), {}),
+        ("b/alpha.png", Image.merge("RGBA", (*rgb.split(), rgb.split()[0])), {}),
+        ("b/palette.png", rgb.quantize(20), {"transparency": bytes(range(20))}),
+        ("c/grey.png", rgb.convert("L"), {}),
+        ("c/grey-alpha.png", rgb.convert("LA"), {}),
+        ("c/black-white.png", rgb.convert("1"), {}),
+        ("c/large.tif", rgb, {"compression": "tiff_lzw"}),
+        ("c/small.webp", rgb, {}),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        image.save(tmp_path / name, **options)
+    theirs = datasets.ImageFolder(tmp_path, transforms.ToTensor())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Pillow, of the palette
+        expected = [theirs[row] for row in range(len(theirs))]
+    site = site_data(str(tmp_path))
+    ((x, y),) = site.batches()
+    assert site.labels == tuple(theirs.classes)
+    assert y.tolist() == [label for _, label in expected]
+    assert torch.equal(x, torch.stack([image for image, _ in expected]))
 
 
 # transformers

@@ -2,9 +2,10 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from unskew.data import normalise
 from unskew.errors import DataError, UsageError
@@ -36,6 +37,7 @@ def preparations(draw):
     return Preparation(**options)
 
 
+@settings(deadline=None)
 @given(preparations())
 def test_what_is_written_comes_back(preparation):
     text = str(preparation)
@@ -46,11 +48,13 @@ def test_what_is_written_comes_back(preparation):
     assert preparation.difference(Preparation.parse(text)) == ""
 
 
+@settings(deadline=None)
 @given(preparations(), preparations())
 def test_other_preparations_have_other_texts_and_differ_in_words(one, two):
     assert (one == two) == (str(one) == str(two)) == (one.difference(two) == "")
 
 
+@settings(deadline=None)
 @given(MEANS, DEVIATIONS)
 def test_numbers_keep_the_digits_that_are_computed_with(mean, deviation):
     made = Preparation(mean=(mean,), std=(deviation,))
@@ -66,6 +70,16 @@ def test_texts_are_short_and_say_only_what_is_done():
     )
     assert str(Preparation()) == ""
     assert str(Preparation(function="my prep.py:f", digest="0" * 16)) == f"function=my%20prep.py:f digest={'0' * 16}"
+
+
+def test_whole_numbers_and_lists_may_come_in_any_type():
+    made = Preparation(image_size=32.0, channels=np.int64(1), mean=[np.float32(0.1)], std=(1,))
+    assert made == Preparation(image_size=32, channels=1, mean=(0.1,), std=(1.0,))
+    assert str(made) == "image_size=32 channels=1 mean=0.1 std=1"
+    for options, word in (({"mean": 0.5, "std": 0.5}, "mean is 0.5: give a list"), ({"crop": 1.5}, "crop is 1.5"),
+                          ({"channels": "3"}, "channels is '3'"), ({"resize": True}, "resize is bool")):  # fmt: skip
+        with pytest.raises(UsageError, match=word):
+            Preparation(**options)
 
 
 @pytest.mark.parametrize(

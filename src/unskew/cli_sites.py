@@ -11,6 +11,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unskew.opening import Site
-    from unskew.statistics import Origin
+    from unskew.origin import Origin
 
 
 # ---------------------------------------------------------------------------------------------- stats
@@ -88,6 +89,7 @@ def stats(out: Path, send_score: bool, force: bool, **given: Any) -> None:
         judgement = judged(watch.scores.confusion)
         stays = "which the file tells" if send_score else "which stays here"
         show(f"layer {model.layer or 'classifier'}; {judgement}, {stays}")
+        found = replace(found, right=judgement.right) if send_score else found
         if judgement.doubtful:
             note(f"{judgement}; {told(judgement, data.labels)}")
     bytes = size_of(found, precision)
@@ -103,20 +105,18 @@ def _form(
     held_out: bool, origin: Origin,
 ) -> tuple[str, str]:  # fmt: skip
     """The form and the precision to collect: as given, or the richest that fits a budget."""
-    from dataclasses import replace
-
     from unskew.statistics import FeatureStats
     from unskew.statistics_file import kinds_of, size_of
 
     if budget is None:
         return form or "pooled", precision or "float64"
     empty = replace(FeatureStats.zero(classes, width, "none", transform), origin=origin)
-    numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64", True, False).values())
+    numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64").values())
     header = size_of(empty) - numbers_alone + (900 if held_out else 400)  # what the examples add to it, at most
     needs: list[int] = []
     for shape in [form] if form else FORMS:
         for numbers in [precision] if precision else PRECISIONS:
-            kinds = kinds_of(classes, width, shape, numbers, True, held_out)
+            kinds = kinds_of(classes, width, shape, numbers, held_out)
             needs.append(header + sum(kind.nbytes for kind in kinds.values()))
             if needs[-1] <= bytes_of(budget):
                 return shape, numbers
@@ -230,12 +230,19 @@ def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _show_files(found: Mapping[str, Any]) -> None:
-    table = table_of("file", "examples", "classes", "d", "form", "precision", "transform", "size", "held out")
-    for site in found["files"]:
+    sites = found["files"]
+    scored = ["old head right"] if any(site["right"] is not None for site in sites) else []
+    table = table_of("file", "examples", "classes", "d", "form", "precision", "transform", "size", "held out", *scored)
+    for site in sites:
+        held, right = ("·" if site[name] is None else f"{site[name]:,}" for name in ("held_out", "right"))
         table.add_row(site["file"], f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
                       str(site["dimension"]), site["form"], site["precision"], site["transform"], size(site["bytes"]),
-                      "·" if site["held_out"] is None else str(site["held_out"]))  # fmt: skip
+                      held, *([right] if scored else []))  # fmt: skip
     show(table)
+    for name in ("layer", "inputs", "preparation"):
+        values = {site[name] for site in sites}
+        if len(values) == 1 and values != {None}:
+            show(f"{name}: {values.pop()}")
     _show_counts(found)
     for warning in found["warnings"]:
         show(f"! {warning}")

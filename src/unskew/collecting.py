@@ -15,8 +15,9 @@ from unskew.cutting import tried
 from unskew.errors import COUNT, UsageError, check_number, expect
 from unskew.inputs import described, joined, parts_of
 from unskew.models import Split, evaluating
+from unskew.origin import Origin
 from unskew.results import seal
-from unskew.statistics import ROWS, FeatureStats, Origin
+from unskew.statistics import ROWS, FeatureStats
 from unskew.transforms import Transform
 from unskew.tree import Tree
 
@@ -41,8 +42,8 @@ def collect(
     The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time (on a GPU 16
     times as many), and every module's mode is as before afterwards. An iterable without batches gives statistics of
     zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
-    `holding_out`. `origin` says what else is known of the data. `watch` is called with the features and the labels of
-    each batch.
+    `holding_out`. `origin` says what else is known of the data. `watch` is shown the features and the labels of each
+    batch, to score a head on the way, say.
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     check_number("classes", classes, COUNT)
@@ -65,10 +66,10 @@ def collect(
         digest = aside.submit(seal, _feature_weights(model), {})  # while features are computed
         for x, y, held in holding_out(batches, held_out):
             z = tried(model.features, "the model", x)
-            if watch is not None:
-                watch(z, y)
             z = z.cpu() if z.device.type == "mps" else z  # which has no float64
             z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
+            if watch is not None:
+                watch(z, y.to(z.device))
             waiting.append((z, y, held))
             examples += len(y)
             if examples >= rows * (ON_GPU if z.is_cuda else 1):
@@ -77,6 +78,7 @@ def collect(
             lines.add(described(x, len(y)))
         if waiting:
             include()
+    total._check_known()
     inputs = joined(lines) or origin.inputs
     origin = replace(origin, layer=model.layer, weights=digest.result(), inputs=inputs)
     return replace(total, origin=origin)

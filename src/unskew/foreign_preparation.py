@@ -1,8 +1,8 @@
 """The preparation that a model made elsewhere expects, as its library has it; nothing is downloaded.
 
 What a library does is mapped exactly or refused by its name. Two things stay apart: transformers' processors that scale
-tensors instead of images, as they do by default where torchvision is installed, differ in the last of 8 bits here and
-there; and timm and torchvision mean trained weights, which may be others than those that you give.
+tensors instead of images, as they do by default where torchvision is installed, differ by up to 5 of 255 levels here
+and there; and timm and torchvision mean trained weights, which may be others than those that you give.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ from unskew.foreign import exported, is_safetensors, libraries, load_module, put
 from unskew.heads import behind, plain
 from unskew.inputs import parsed, stand_in
 from unskew.models import Split, linear, linear_of, networks
+from unskew.origin import Origin
 from unskew.preparation import PIXELS, Preparation, as_module
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
-from unskew.statistics import FeatureStats, Origin
+from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -157,17 +157,21 @@ def picture(read: Callable[[], bytes], name: str, channels: int | None = None) -
     try:
         with Image.open(io.BytesIO(read()), formats=FORMATS) as image:
             image.load()
-            if image.mode.startswith(_DEEP):
-                return image.copy()
-            if channels != 3 and image.mode in _GREY:
-                return image.convert("L")
-            see_through = image.mode == "P" and "transparency" in image.info
-            plain = (image.convert("RGBA") if see_through else image).convert("RGB")  # at once, Pillow would warn
-            return plain.convert("L") if channels == 1 else plain
+            return _in_mode(image, channels)
     except MemoryError:  # the image may be whole
         raise
     except Exception as error:  # a damaged image can raise anything
         raise _damaged(name, error) from error
+
+
+def _in_mode(image: Picture, channels: int | None) -> Picture:
+    if image.mode.startswith(_DEEP):
+        return image.copy()
+    if channels != 3 and image.mode in _GREY:
+        return image.convert("L")
+    see_through = image.mode == "P" and "transparency" in image.info
+    plain = (image.convert("RGBA") if see_through else image).convert("RGB")  # at once, Pillow would warn
+    return plain.convert("L") if channels == 1 else plain
 
 
 def _damaged(name: object, error: Exception) -> DamagedImage:
@@ -206,28 +210,70 @@ def _middle(length: int, crop: int, offset: str) -> int:
 
 def decoded(read: Callable[[], bytes], name: str, preparation: Preparation) -> Array:
     """Decode one image, scale and crop it: (height, width) if it is grey, (height, width, 3) if not; uint8."""
-    image = picture(read, name, 1 if preparation.channels == 1 else None)  # the same grey thrice is for the caller
+    return _pixels(picture(read, name, _without_copies(preparation)), name, preparation, "convert it to 8 bits")
+
+
+def _pixels(image: Picture, name: str, preparation: Preparation, remedy: str) -> Array:
     if image.mode.startswith(_DEEP):
-        raise DataError(
-            f"{name} has more than 8 bits a pixel (mode {image.mode}), and what is white is not known: convert it to "
-            "8 bits, or prepare images by a function of your own, which gets it as it is"
-        )
+        white = "and what is white is not known"
+        raise DataError(f"{name} has more than 8 bits a pixel (mode {image.mode}), {white}: {remedy}")
     return np.asarray(scaled(image, preparation))
 
 
-def maker(preparation: Preparation) -> Callable[[Path], Array]:
-    """What makes an input of an image file: uint8 (channels, height, width), or what a function of the user's makes."""
-    return partial(_pixels, preparation) if preparation.function is None else _by_function(preparation)
+def _without_copies(preparation: Preparation) -> int | None:
+    """The channels to scale: a grey image once, whatever becomes of it."""
+    return 1 if preparation.channels == 1 else None
 
 
-def _pixels(preparation: Preparation, file: Path) -> Array:
-    image = decoded(file.read_bytes, str(file), preparation)
+# -------- Examples --------
+
+
+class Example(NamedTuple):
+    """An image to be prepared, from wherever it comes."""
+
+    name: str  # for messages
+    picture: Callable[[int | None], Picture]  # given the channels
+
+
+def of_file(file: Path) -> Example:
+    """The image in a file, which is read when it is asked for."""
+    return Example(str(file), partial(picture, file.read_bytes, str(file)))
+
+
+def of_array(name: str, array: Array) -> Example:
+    """An image of bytes, (channels, height, width): grey, colour, or colour and alpha."""
+    from PIL import Image
+
+    image = Image.fromarray(array[0] if len(array) == 1 else np.ascontiguousarray(array.transpose(1, 2, 0)))
+    return Example(name, partial(_in_mode, image))
+
+
+def with_channels(x: Tensor, channels: int) -> Tensor:
+    """Images (n, ., height, width) as grey (1) or colour (3), as Pillow makes them, without alpha."""
+    if x.shape[1] == 1:
+        return x.expand(-1, channels, -1, -1)
+    if channels == 3:
+        return x[:, :3]
+    red, green, blue = (x[:, channel : channel + 1] for channel in range(3))
+    if x.is_floating_point():
+        return 0.299 * red + 0.587 * green + 0.114 * blue
+    return ((19595 * red.int() + 38470 * green.int() + 7471 * blue.int() + 32768) >> 16).to(torch.uint8)
+
+
+def maker(preparation: Preparation) -> Callable[[Example], Array]:
+    """What makes the input of a model: uint8 (channels, height, width), or what a function of the user's makes."""
+    return partial(_stacked, preparation) if preparation.function is None else _by_function(preparation)
+
+
+def _stacked(preparation: Preparation, example: Example) -> Array:
+    remedy = "convert it to 8 bits, or prepare images by a function of your own, which gets it as it is"
+    image = _pixels(example.picture(_without_copies(preparation)), example.name, preparation, remedy)
     if image.ndim == 3:
         return np.ascontiguousarray(image.transpose(2, 0, 1))
     return np.broadcast_to(image, (preparation.channels or 1, *image.shape))
 
 
-def _by_function(preparation: Preparation) -> Callable[[Path], Array]:
+def _by_function(preparation: Preparation) -> Callable[[Example], Array]:
     name, path = str(preparation.function), preparation.path
     if path is None:
         raise UsageError(f"preparation is by {name}, whose file is not known here: give that file")
@@ -237,21 +283,28 @@ def _by_function(preparation: Preparation) -> Callable[[Path], Array]:
     function = specs.own("preparation", spec)
     calls = itertools.count()
 
-    def called(file: Path) -> Tensor:
-        image = picture(file.read_bytes, str(file), preparation.channels)
-        made = specs.called(f"{file}: preparation", name, function, image)
-        if not isinstance(made, Tensor) or not made.is_floating_point() or not made.isfinite().all():
-            kind = f"{made.dtype} values, some not finite" if isinstance(made, Tensor) else type(made).__name__
-            kind = str(made.dtype) if isinstance(made, Tensor) and not made.is_floating_point() else kind
-            expected = "a tensor of floating point, all finite, as ToTensor of torchvision gives"
-            raise UsageError(f"preparation is {name!r}, which makes {kind} of {file}; expected {expected}")
+    def called(example: Example) -> Tensor:
+        image = example.picture(preparation.channels)
+        made = specs.called(f"{example.name}: preparation", name, function, image)
+        wrong = None
+        if not isinstance(made, Tensor):
+            wrong = type(made).__name__
+        elif not made.is_floating_point():
+            wrong = str(made.dtype)
+        elif not made.isfinite().all():
+            wrong = "values that are not finite"
+        if wrong:
+            expected = "a tensor of floating point, as ToTensor of torchvision gives"
+            raise UsageError(f"preparation is {name!r}, which makes {wrong} of {example.name}; expected {expected}")
         return made.detach().cpu().float()
 
-    def one(file: Path) -> Array:
-        made = called(file)
-        if next(calls) < CHECKED and not torch.equal(made, called(file)):
+    def one(example: Example) -> Array:
+        made = called(example)
+        if next(calls) < CHECKED and not torch.equal(made, called(example)):
             remedy = "leave out what is random, such as flips and random crops"
-            raise UsageError(f"preparation is {name!r}, which makes something else of {file} each time: {remedy}")
+            raise UsageError(
+                f"preparation is {name!r}, which makes something else of {example.name} each time: {remedy}"
+            )
         return made.numpy()
 
     return one

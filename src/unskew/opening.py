@@ -14,9 +14,9 @@ from unskew.errors import DataError, UnskewError, UsageError
 from unskew.heads_file import opened
 from unskew.inputs import described
 from unskew.models import Split
+from unskew.origin import Origin
 from unskew.preparation import Preparation
 from unskew.sites import SiteData, site_data
-from unskew.statistics import Origin
 
 LISTED = 12  # classes of which all names are told
 

@@ -34,9 +34,10 @@ class Watch:
 
     def __call__(self, z: Tensor, y: Tensor) -> None:
         """Score the features (n, d) of some examples with labels (n,)."""
+        home = next(self.head.parameters()).device
         known = (y >= 0) & (y < self.classes)  # collect refuses the others
         if known.any():
-            self.scores += scored(self.head(z[known.to(z.device)]), y[known], self.classes)
+            self.scores += scored(self.head(z[known.to(z.device)].to(home)), y[known].to(home), self.classes)
 
 
 class Judgement(NamedTuple):

@@ -67,10 +67,12 @@ class Preparation:
         for name in ("image_size", "resize", "crop"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), _SIDE)
+                object.__setattr__(self, name, int(getattr(self, name)))
         lookup("interpolation", self.interpolation, INTERPOLATIONS)
         lookup("offset", self.offset, dict.fromkeys(OFFSETS))
         if self.channels not in (None, 1, 3):
             raise UsageError(f"channels is {self.channels!r}: it must be 1 (grey) or 3 (colour)")
+        object.__setattr__(self, "channels", None if self.channels is None else int(self.channels))
         if self.image_size is not None and self.resize is not None:
             raise UsageError("image_size and resize are given: choose one, both sides or the shorter one")
         if self.interpolation != "bilinear" and self.image_size is None and self.resize is None:
@@ -88,6 +90,8 @@ class Preparation:
         if self.mean is None or self.std is None:
             return
         for name, values, allowed in (("mean", self.mean, _MEAN), ("std", self.std, _STD)):
+            if not isinstance(values, Sequence):
+                raise UsageError(f"{name} is {values!r}: give a list with a number for each channel or feature")
             for value in values:
                 check_number(name, value, allowed)
             object.__setattr__(self, name, tuple(map(_rounded, values)))
@@ -153,7 +157,7 @@ class Preparation:
             why = f"{error.args[0]!r} is unknown" if isinstance(error, KeyError) else str(error)
             raise DataError(f"preparation is {text[:200]!r}, which can't be read: {why}") from None
         if str(found) != text:
-            raise DataError(f"preparation is {text[:200]!r}; Unskew would write it as {str(found)!r}")
+            raise DataError(f"preparation is {text[:200]!r}; Unskew would write it as {str(found)[:200]!r}")
         return found
 
     def difference(self, other: Preparation, here: str = "here", there: str = "there") -> str:

@@ -34,11 +34,13 @@ from unskew.tabular import number_in, read_table
 PATHS = "a folder of class folders, a .npz, .csv or .parquet file, or file.py:function for a loader of your own"
 LABELS = "name all classes, in the order of their numbers, in a file, and give it by --labels"
 
+_SCALING = ("image_size", "resize", "crop", "function")  # what is done to images alone, one by one
+_SCALED_WHEN_READ = ("cinic10", "tiny-imagenet")  # known data sets that come as image files
+
 # The options that not every kind of data takes, and which kinds do.
 _TAKEN_BY = {
-    **dict.fromkeys(("resize", "crop", "offset", "interpolation", "function", "skip_damaged"), ("folder",)),
-    "image_size": ("folder", "known data set"),
-    "channels": ("folder", "known data set", ".npz file"),
+    "skip_damaged": ("folder",),
+    **dict.fromkeys((*_SCALING, "channels"), ("folder", "known data set", ".npz file")),
     **dict.fromkeys(("numbers", "mean"), ("folder", "known data set", ".npz file", ".csv file", ".parquet file")),
     "label_column": (".csv file", ".parquet file"),
 }
@@ -89,8 +91,10 @@ def site_data(
       grey, or three values of its `mean` or its `channels` say otherwise. What else lies there is `left_out`. A
       damaged image is refused, or with `skip_damaged` left out and counted.
     * .npz: x and y, or x_train, y_train, x_test, y_test; images or vectors, and the classes' names `labels` if there.
+      Images of bytes are prepared as those of a folder.
     * .csv and .parquet: the classes in `label_column` ("label" by default), the features in all other columns.
-    * The name of a data set that `data.load` knows, normalised with its own mean and standard deviation.
+    * The name of a data set that `data.load` knows, as .npz; normalised with its own mean and standard deviation, if
+      none is given.
     * `file.py:function`: a function that returns batches (inputs, labels); called for every walk through the data,
       with `part` and `batch` if it has such parameters.
 
@@ -125,9 +129,10 @@ def site_data(
             pair = torch.from_numpy(channels_first(held.x)), torch.from_numpy(held.y)
             source = _arrays(spec, *pair, held.labels, names, given, batch)
         case "known data set":
-            data = load(spec, size=given.image_size)
+            early = spec in _SCALED_WHEN_READ and given.interpolation == "bilinear"
+            data = load(spec, size=given.image_size if early else None)
             pair = (data.x, data.y) if part == "train" else (data.x_test, data.y_test)
-            own = given if given.mean else _known_moments(given, data.mean, data.std, data.channels)
+            own = given if given.mean or given.function else _known_moments(given, data.mean, data.std, data.channels)
             source = _arrays(spec, *pair, data.labels, names, own, batch)
         case "loader":
             source = _loader(spec, part, names, batch)
@@ -199,7 +204,8 @@ def _of(spec: object, given: Preparation, numbers: str, width: int, channels: in
     for name, values in (("mean", given.mean), ("std", given.std)):
         if values is not None and len(values) != width:
             held = f"{width} channels or features"
-            raise UsageError(f"{name} has {len(values)} values, but {spec} has {held}: give one for each")
+            other = f", or --channels {len(values)}" if channels and len(values) in (1, 3) else ""
+            raise UsageError(f"{name} has {len(values)} values, but {spec} has {held}: give one for each{other}")
     return replace(given, numbers=numbers, channels=channels)
 
 
@@ -276,42 +282,19 @@ def _folder(
     files = [file for group in groups for file in group]
     counts = torch.tensor([len(group) for group in groups], dtype=torch.int64)
     y = torch.tensor(_class_numbers(folders, names, root), dtype=torch.int64).repeat_interleave(counts)
-    damaged: dict[str, str] = {}
-
-    def tried(function: Callable[[Path], Any], file: Path) -> Any:
-        """What a function makes of a file; None where that is damaged and may be."""
-        try:
-            return function(file)
-        except DamagedImage as error:
-            if not skip_damaged:
-                raise DamagedImage(f"{error}; {SKIP}") from error
-            damaged[str(file)] = str(error)
-            return None
-
     if given.function is None:
         channels = given.channels or (3 if given.mean and len(given.mean) == 3 else None)
         if channels is None:
-            channels = 1 if all(tried(images.is_grey, file) is not False for file in files) else 3
+            grey = partial(_tried, images.is_grey, skip_damaged)
+            channels = 1 if all(grey(file) is not False for file in files) else 3
         preparation = _of(path, given, PIXELS, channels, channels)
     else:
         preparation = replace(given, channels=given.channels or 3)
-    one = images.maker(preparation)
+    one = partial(_tried, images.maker(preparation), skip_damaged)
+    damaged: dict[str, str] = {}
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
-        first: tuple[Path, tuple[int, ...]] | None = None
-        for start in range(0, len(files), batch):
-            rows = files[start : start + batch]
-            # Threads for one batch alone: a pool that lived on between batches would be ended by the garbage collector
-            # where a walk is left early, and hang if that happens while another pool starts a thread.
-            with ThreadPoolExecutor() as pool:
-                made = list(pool.map(partial(tried, one), rows))
-            kept = [row for row, image in enumerate(made) if image is not None]
-            for row in kept:
-                first = first or (rows[row], made[row].shape)
-                if made[row].shape != first[1]:
-                    raise _other_size(rows[row], made[row].shape, *first, given)
-            if kept:
-                yield torch.from_numpy(np.stack([made[row] for row in kept])), y[start : start + batch][kept]
+        yield from _walk(lambda row: images.of_file(files[row]), y, one, batch, given, damaged)
         if files and len(damaged) == len(files):
             raise DataError(f"{root}: none of its {len(files)} images can be read; {next(iter(damaged.values()))}")
 
@@ -319,8 +302,43 @@ def _folder(
     return _Source(walk, names, len(files), width, preparation, left_out, damaged)
 
 
+def _tried(function: Callable[[Any], Any], skip_damaged: bool, image: Any) -> Any:
+    """What a function makes of an image; the error where that is damaged and may be."""
+    try:
+        return function(image)
+    except DamagedImage as error:
+        if not skip_damaged:
+            raise DamagedImage(f"{error}; {SKIP}") from error
+        return error
+
+
+def _walk(
+    example: Callable[[int], images.Example], y: Tensor, one: Callable[[images.Example], Any], batch: int,
+    given: Preparation, damaged: dict[str, str],
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """What `one` makes of examples, and their labels, batch by batch; those that are damaged are noted."""
+    first: tuple[str, tuple[int, ...]] | None = None
+    for start in range(0, len(y), batch):
+        some = [example(row) for row in range(start, min(start + batch, len(y)))]
+        # Threads for one batch alone: a pool that lived on between batches would be ended by the garbage collector
+        # where a walk is left early, and hang if that happens while another pool starts a thread.
+        with ThreadPoolExecutor() as pool:
+            made = list(pool.map(one, some))
+        kept = []
+        for row, found in enumerate(made):
+            if isinstance(found, DamagedImage):
+                damaged[some[row].name] = str(found)
+                continue
+            first = first or (some[row].name, found.shape)
+            if found.shape != first[1]:
+                raise _other_size(some[row].name, found.shape, *first, given)
+            kept.append(row)
+        if kept:
+            yield torch.from_numpy(np.stack([made[row] for row in kept])), y[start : start + batch][kept]
+
+
 def _other_size(
-    file: Path, shape: tuple[int, ...], other: Path, before: tuple[int, ...], given: Preparation
+    file: str, shape: tuple[int, ...], other: str, before: tuple[int, ...], given: Preparation
 ) -> DataError:
     if given.function:
         return DataError(f"{given.function} makes {shape} of {file}, but {before} of {other}; all must be of one shape")
@@ -342,32 +360,41 @@ def _arrays(
     if own is not None and labels is not None:  # each class has two numbers: its place here and among `labels`
         _check_range(spec, y, len(own))
         y = torch.tensor(_class_numbers(own, labels, spec))[y]
-    numbers = PIXELS if x.dtype == torch.uint8 else "values"
-    if x.dim() == 4:
-        width = given.channels or x.shape[1]
-        channels = width if width in (1, 3) else None
-    elif given.channels is not None:
-        raise UsageError(f"channels is {given.channels}, but {spec} holds vectors: leave it out")
+    scaling = [name for name in _SCALING if getattr(given, name) is not None]
+    channels = _channels(spec, x, given, scaling)
+    if given.function:
+        width, preparation = None, replace(given, channels=channels)
     else:
-        width, channels = x.shape[1], None
+        width = channels or x.shape[1]
+        preparation = _of(spec, given, PIXELS if x.dtype == torch.uint8 else "values", width, channels)
+    one = images.maker(preparation) if scaling else None
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
-        for some, numbers in zip(x.split(batch), y.split(batch), strict=True):
-            yield (some if channels is None else _with_channels(some, channels)), numbers
+        if one is None:
+            for some, numbers in zip(x.split(batch), y.split(batch), strict=True):
+                yield (some if channels is None else images.with_channels(some, channels)), numbers
+        else:
+            array = x.numpy()
+            yield from _walk(
+                lambda row: images.of_array(f"{spec}: example {row}", array[row]), y, one, batch, given, {}
+            )
 
-    return _Source(walk, labels or own, len(y), width, _of(spec, given, numbers, width, channels))
+    return _Source(walk, labels or own, len(y), width, preparation)
 
 
-def _with_channels(x: Tensor, channels: int) -> Tensor:
-    """Images (n, ., height, width) as grey (1) or colour (3), as Pillow makes them, without alpha."""
-    if x.shape[1] == 1:
-        return x.expand(-1, channels, -1, -1)
-    if channels == 3:
-        return x[:, :3]
-    red, green, blue = (x[:, channel : channel + 1] for channel in range(3))
-    if x.is_floating_point():
-        return 0.299 * red + 0.587 * green + 0.114 * blue
-    return ((19595 * red.int() + 38470 * green.int() + 7471 * blue.int() + 32768) >> 16).to(torch.uint8)
+def _channels(spec: str, x: Tensor, given: Preparation, scaling: Sequence[str]) -> int | None:
+    """How many channels images are to have; None for vectors, and for a fourth channel that is left as it is."""
+    for name in (*scaling, *(["channels"] if given.channels else [])):
+        asked = f"{name} is {getattr(given, name)!r}, but {spec} holds"
+        if x.dim() != 4:
+            raise UsageError(f"{asked} vectors: leave it out")
+        if name in scaling and x.dtype != torch.uint8:
+            raise UsageError(f"{asked} {x.dtype}: only bytes (uint8) are scaled; save it so, or scaled already")
+        if x.shape[1] == 4 and given.channels is None and not given.function:
+            raise UsageError(f"{asked} images with 4 channels: give --channels 3, or 1")
+    if x.dim() != 4:
+        return None
+    return given.channels or (3 if given.function else x.shape[1] if x.shape[1] in (1, 3) else None)
 
 
 def _known_moments(given: Preparation, mean: Tensor, std: Tensor, channels: int) -> Preparation:

@@ -18,9 +18,10 @@ from unskew.errors import DataError, UnskewError, UsageError
 from unskew.heads_file import OLD
 from unskew.models import Split, evaluating, linear
 from unskew.opening import rows_of
+from unskew.origin import Origin
 from unskew.plausibility import Judgement, Watch, judged
 from unskew.selection import calibrator_of, calibrators, candidates
-from unskew.statistics import REDUCES, FeatureStats, Origin, added
+from unskew.statistics import REDUCES, FeatureStats, added
 from unskew.statistics_file import size_of
 
 VIRTUAL = 50_000  # virtual features that CCVR draws in a trial, at most
@@ -181,7 +182,7 @@ def _alike(sites: Mapping[str, Part]) -> list[FeatureStats]:
     first, *_ = sites.values()
     for name, part in sites.items():
         try:
-            first.stats.beside(part.stats.sort, part.stats.origin, None, True)
+            first.stats.beside(part.stats.sort, part.stats.origin, None)
         except DataError as error:
             raise DataError(f"{name}: {error}") from None
         if not part.stats.count.sum() > 0:
