@@ -172,10 +172,10 @@ def evaluate(
     import torch
 
     from unskew.collecting import holding_out
-    from unskew.cutting import tried
     from unskew.evaluate import Scores, scored
     from unskew.heads_file import answer_of, read_heads
     from unskew.models import evaluating, linear
+    from unskew.running import Runner
 
     data, model, fresh = _site(given, "train" if hold_out else "test")
     if fresh and not heads:
@@ -185,9 +185,10 @@ def evaluate(
     modules, digest = read_heads(heads, model) if heads else ({"model": model.classifier}, "")
     classes = linear(next(iter(modules.values()))).out_features
     scores = {name: Scores(torch.zeros(classes, classes, dtype=torch.int64)) for name in modules}
+    run = Runner(model.features)
     with bar("scoring", data.examples, as_json) as progress, evaluating(model), torch.no_grad():
         for x, y, held in holding_out(_counted(_on(data.batches(), given["device"]), progress), hold_out or 0.0):
-            z = tried(model.features, "the model", x)
+            z = run(x, len(y))
             rows = (held if hold_out else torch.ones_like(held)).to(z.device)
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 raise DataError(f"{given['data']}: labels lie in {int(y.min())}..{int(y.max())}, but the model has "
@@ -307,11 +308,13 @@ def _numbers(name: str, text: str | None) -> list[float] | None:
 
 def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split, bool]:
     """The data of a site, the model, cut with the first of them, and whether its classifier is a new one."""
+    from unskew.foreign import brings_weights
     from unskew.heads_file import labels_in, opened
+    from unskew.inputs import each
     from unskew.sites import read_labels, site_data
 
     device = checked_device(given["device"])
-    if given["weights"] is None and not given["model"].endswith(".pt2"):
+    if given["weights"] is None and not brings_weights(given["model"]):
         note("without --weights, the model's initial weights make the features: they must be the same everywhere")
     carried = labels_in(given["weights"]) if given["weights"] else None
     labels = read_labels(given["labels"]) if given["labels"] else carried
@@ -322,7 +325,7 @@ def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split, bool]:
     if first is None:
         raise DataError(f"{given['data']}: there are no examples")
     _, model, fresh = opened(given["model"], given["weights"], classes=given["classes"], layer=given["layer"],
-                             trust=given["trust"], example=_each(lambda value: value[:2], first[0]))  # fmt: skip
+                             trust=given["trust"], example=each(lambda value: value[:2], first[0]))  # fmt: skip
     if data.classes is not None and data.classes != model.classes:
         raise UsageError(
             f"{given['labels'] or given['data']} has {data.classes} classes, but the model has {model.classes}: name "
@@ -331,18 +334,11 @@ def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split, bool]:
     return data, model.to(device), fresh
 
 
-def _each(function: Callable[[Any], Any], x: Any) -> Any:
-    """A function of every tensor among the inputs of a model."""
-    if isinstance(x, Mapping):
-        return {name: _each(function, value) for name, value in x.items()}
-    if isinstance(x, tuple | list):
-        return tuple(_each(function, value) for value in x)
-    return function(x) if hasattr(x, "ndim") and x.ndim else x
-
-
 def _on(batches: Iterable[tuple[Any, Tensor]], device: str) -> Iterator[tuple[Any, Tensor]]:
     """The batches, on a device."""
-    return ((_each(lambda value: value.to(device), x), y.to(device)) for x, y in batches)
+    from unskew.inputs import each
+
+    return ((each(lambda value: value.to(device), x), y.to(device)) for x, y in batches)
 
 
 def _origin(data: SiteData, classes: int) -> Origin:
