@@ -19,10 +19,12 @@ from torch import Tensor, nn
 
 from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
-from unskew.foreign import exported, kinds, load_module, load_weights, save_weights
+from unskew.foreign import kinds, load_module
 from unskew.models import Split, linear_of, small_cnn
+from unskew.programs import exported
 from unskew.results import load_tree, save_tree
 from unskew.transforms import Transform
+from unskew.weights import load_weights, save_weights
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 TOKENS = {

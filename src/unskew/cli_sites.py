@@ -161,10 +161,10 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
     import torch
 
     from unskew.collecting import holding_out
-    from unskew.cutting import tried
     from unskew.evaluate import Scores, scored
     from unskew.heads_file import answer_of, known_of_heads, read_heads
     from unskew.models import evaluating, linear
+    from unskew.running import Runner
 
     values, hold_out = asked.values, given["hold_out"]
     if heads:
@@ -181,9 +181,10 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
     modules, digest = read_heads(heads, model) if heads else ({"model": model.classifier}, "")
     classes = linear(next(iter(modules.values()))).out_features
     scores = {name: Scores(torch.zeros(classes, classes, dtype=torch.int64)) for name in modules}
+    run = Runner(model.features)
     with bar("scoring", data.examples, as_json) as progress, evaluating(model), torch.no_grad():
         for x, y, held in holding_out(counted(batches_of(site, values["device"]), progress), hold_out or 0.0):
-            z = tried(model.features, "the model", x)
+            z = run(x, len(y))
             rows = (held if hold_out else torch.ones_like(held)).to(z.device)
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 raise DataError(f"{values['data']}: labels lie in {int(y.min())}..{int(y.max())}, but the model has "
@@ -282,6 +283,7 @@ INITIAL = "without --weights, the model's initial weights make the features: the
 
 def opened_site(asked: Asked, part: str, data: str) -> Site:
     """A site's data and the model that was asked for, on its device; says what is odd about them."""
+    from unskew.foreign import brings_weights
     from unskew.opening import open_site
 
     values = asked.values
@@ -289,7 +291,7 @@ def opened_site(asked: Asked, part: str, data: str) -> Site:
     names = ("weights", "classes", "layer", "trust", "label_column", "batch", "skip_damaged")
     site = open_site(data, values["model"], part=part, sources=asked.sources, prepared=asked.prepared,
                      **{name: values[name] for name in names})  # fmt: skip
-    bare = values["weights"] is None and not values["model"].endswith(".pt2")
+    bare = values["weights"] is None and not brings_weights(values["model"])
     for text in [*([INITIAL] if bare else []), *site.notes]:
         if text not in asked.told:
             note(text)

@@ -7,6 +7,7 @@ number of classes). Candidate heads go to the sites in one sealed file; a site's
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 from collections.abc import Iterable, Mapping
@@ -19,17 +20,20 @@ from torch import Tensor, nn
 from unskew.agreement import Known
 from unskew.collecting import weights_digest
 from unskew.cutting import rejoined, split
+from unskew.endings import is_linear
 from unskew.errors import DataError, UsageError
-from unskew.foreign import exported, is_safetensors, libraries, load_module, put_weights, read_weights, save_weights
+from unskew.foreign import brings_weights, libraries, load_module
 from unskew.heads import behind, plain
 from unskew.inputs import parsed, stand_in
 from unskew.models import Split, linear, linear_of, networks
 from unskew.origin import Origin
 from unskew.preparation import PIXELS, Preparation, as_module
+from unskew.programs import exported
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
 from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
+from unskew.weights import is_safetensors, put_weights, read_weights, renamed, save_weights
 
 OLD = "old"  # the name of the head that the model has
 MOST_HEADS = 16
@@ -63,8 +67,9 @@ def opened(
     tree = read_weights(weights) if weights else {}
     about = _about(weights) if weights else {}
     transform, inside = about.get("transform", "identity"), about.get("classes")
-    start = f"{about['layer']}." if about.get("layer") else ""
-    own = [value for name, value in tree.items() if name.startswith(start)]  # of another name where others make it
+    starts = tuple(f"{name}." if name else "" for name in about.get("layer", "").split("+"))
+    start = starts[0]
+    own = [value for name, value in tree.items() if name.startswith(starts)]  # of another name where others make it
     whole = transform == "identity" or f"{start}weight" in tree
     if about and not (whole and any(value.ndim and len(value) == inside for value in own)):
         raise DataError(f"{weights}: its calibrated layer {about['layer']!r} is not among its weights")
@@ -72,7 +77,8 @@ def opened(
     if inside is None and source in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
     module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
-    layer = about.get("layer") if layer is None else layer
+    tree = renamed(module, tree, weights) if weights else {}
+    layer = starts[0].removesuffix(".") if layer is None and about else layer
     held: Tree = {}
     if transform != "identity":  # its classifier does not fit the features as they are
         held = {name: tree.pop(start + name) for name in ("weight", "bias") if start + name in tree}
@@ -83,10 +89,11 @@ def opened(
         put_weights(module, tree, weights)
     model = split(module, example, layer)
     if held:
-        head = linear_of(held["weight"], held.get("bias"))
+        head = linear_of(held["weight"].flatten(1), held.get("bias"))
         model.classifier = behind(head, transform, plain(model.classifier).in_features)
-    untrained = weights is None and source in (*networks, *libraries)  # a file of yours may load its own weights
-    fresh = classes is not None and (untrained or classes != model.classes)
+    # A file of yours may load its own weights.
+    untrained = weights is None and source in (*networks, *libraries) and not brings_weights(spec)
+    fresh = classes is not None and (untrained or classes != model.classes or not linear(model.classifier).weight.any())
     if classes is not None and classes != model.classes:
         old = plain(model.classifier)
         bias = None if old.bias is None else old.weight.new_zeros(classes)
@@ -144,16 +151,21 @@ def _known(path: Path, told: Mapping[str, Any]) -> Known:
 
 
 def _resize(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
-    """Give the module's classification layer as many classes as the weights have, if that is all that differs."""
-    parts = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
+    """Give the module's classification layers as many classes as the weights have, if that is all that differs."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    parts = {name: part for name, part in module.named_modules() if type(part) in kinds and is_linear(part)}
     other = [name for name, part in parts.items() if tree.get(f"{name}.weight", part.weight).shape != part.weight.shape]
-    if len(other) == 1 and tree[f"{other[0]}.weight"].ndim == 2:
-        name, part = other[0], parts[other[0]]
-        new = tree[f"{name}.weight"]
-        if new.shape[1] == part.in_features:
-            parent, _, last = name.rpartition(".")
-            bias = None if part.bias is None else part.bias.new_zeros(len(new))
-            setattr(module.get_submodule(parent), last, linear_of(part.weight.new_zeros(new.shape), bias))
+    new = {tree[f"{name}.weight"].shape[:1] for name in other}
+    if len(new) != 1 or any(tree[f"{name}.weight"].shape[1:] != parts[name].weight.shape[1:] for name in other):
+        return
+    (rows,) = new.pop()
+    for name in other:
+        parent, _, last = name.rpartition(".")
+        resized: Any = copy.deepcopy(parts[name])
+        setattr(resized, "out_features" if isinstance(resized, nn.Linear) else "out_channels", rows)
+        resized.weight = nn.Parameter(resized.weight.new_zeros(rows, *resized.weight.shape[1:]))
+        resized.bias = None if resized.bias is None else nn.Parameter(resized.bias.new_zeros(rows))
+        setattr(module.get_submodule(parent), last, resized)
 
 
 def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: FeatureStats) -> str:
@@ -182,7 +194,7 @@ def write_program(path: Path, model: Split, origin: Origin, prepared: bool = Fal
     if origin.inputs is None:
         raise UsageError(
             "--export needs to know what the model takes, and the sites' batches were not tensors of one kind with a "
-            "row for each example: export it in Python, with foreign.exported(model, example, path)"
+            "row for each example: export it in Python, with programs.exported(model, example, path)"
         )
     if not prepared:
         exported(model, stand_in(origin.inputs), path)

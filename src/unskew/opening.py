@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from unskew.agreement import Known, agreed_labels, agreed_preparation, check_known
 from unskew.errors import DataError, UnskewError, UsageError
 from unskew.heads_file import opened
-from unskew.inputs import described
+from unskew.inputs import described, each
 from unskew.models import Split
 from unskew.origin import Origin
 from unskew.preparation import Preparation
@@ -76,7 +76,7 @@ def open_site(
         raise DataError(f"{data}: there are no examples")
     x, y = first
     check_known(Known(data, None, found.preparation, described(x, len(y))), sources)
-    _, cut, fresh = opened(model, weights, classes=classes, layer=layer, trust=trust, example=each(x, lambda v: v[:2]))
+    _, cut, fresh = opened(model, weights, classes=classes, layer=layer, trust=trust, example=each(lambda v: v[:2], x))
     if found.classes is not None and found.classes != cut.classes:
         raise UsageError(
             f"{data if named is None else named.where} has {found.classes} classes, but the model has {cut.classes}: "
@@ -114,20 +114,11 @@ def _order(data: str, found: SiteData, named: Known | None, classes: int) -> str
     return f"{', '.join(shown)} ({len(names)}, {source})"
 
 
-def each(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The inputs of a model, with a function of every tensor among them that has a row for each example."""
-    if isinstance(x, Mapping):
-        return {name: each(value, function) for name, value in x.items()}
-    if isinstance(x, tuple | list):
-        return tuple(each(value, function) for value in x)
-    return function(x) if hasattr(x, "ndim") and x.ndim else x
-
-
 def rows_of(x: Any, rows: Tensor) -> Any:
     """Some examples among the inputs of a model."""
-    return each(x, lambda value: value[rows])
+    return each(lambda value: value[rows], x)
 
 
 def batches_on(batches: Iterable[tuple[Any, Tensor]], device: str) -> Iterator[tuple[Any, Tensor]]:
     """The batches, on a device."""
-    return ((each(x, lambda value: value.to(device)), y.to(device)) for x, y in batches)
+    return ((each(lambda value: value.to(device), x), y.to(device)) for x, y in batches)

@@ -20,6 +20,7 @@ from unskew.agreement import canonical
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.preparation import Preparation
 from unskew.results import write_text
+from unskew.specs import is_own
 from unskew.statistics import FORMS
 from unskew.statistics_file import PRECISIONS, Head
 from unskew.transforms import Transform
@@ -93,8 +94,7 @@ class Task:
 
 def is_code(model: str) -> bool:
     """Whether the spec of a model names code that is neither Unskew's nor that of a library that it knows."""
-    source, colon, _ = model.partition(":")
-    return model.endswith(".pt2") or (colon != "" and "." in source)
+    return model.endswith(".pt2") or is_own(model)
 
 
 def file_in(model: str) -> str | None:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from unskew.collecting import collect, holding_out
-from unskew.cutting import tried
 from unskew.errors import DataError, UnskewError, UsageError
 from unskew.heads_file import OLD
 from unskew.models import Split, evaluating, linear
 from unskew.opening import rows_of
 from unskew.origin import Origin
 from unskew.plausibility import Judgement, Watch, judged
+from unskew.running import Runner
 from unskew.selection import calibrator_of, calibrators, candidates
 from unskew.statistics import REDUCES, FeatureStats, added
 from unskew.statistics_file import size_of
@@ -86,13 +86,13 @@ def part_of(
 ) -> Part:  # fmt: skip
     """What a site gives to a trial, from its batches; each example passes through the model once."""
     watch = None if fresh else Watch(model.classifier, model.classes)
-    aside = list[tuple[Tensor, Tensor]]()
+    aside, run = list[tuple[Tensor, Tensor]](), Runner(model.features)
 
     def kept() -> Iterator[tuple[Any, Tensor]]:
         for x, y, held in holding_out(batches, hold_out):
             if held.any():
                 rows = held.to(y.device)
-                z = tried(model.features, "the model", rows_of(x, rows))
+                z = run(rows_of(x, rows), int(rows.sum()))
                 if watch is not None:
                     watch(z, y[rows])
                 aside.append((z.cpu(), y[rows].cpu()))
@@ -168,9 +168,10 @@ def trial_of(
     heads = {name: head.to(home) for name, head in heads.items()}
 
     def features() -> Iterator[tuple[Tensor, Tensor]]:
+        run = Runner(model.features)
         with evaluating(model), torch.no_grad():
             for x, y in test or ():
-                yield tried(model.features, "the model", x), y
+                yield run(x, len(y)), y
 
     held = {name: counts_on(heads, [(part.z.to(home), part.y.to(home))]) for name, part in sites.items()}
     sizes = {name: max(size_of(part.stats.reduced(form)) for part in sites.values()) for name, form in forms.items()}
