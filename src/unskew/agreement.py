@@ -62,7 +62,7 @@ def agreed_preparation(sources: Iterable[Known], options: Mapping[str, Any]) -> 
     for other, preparation in others:
         _refuse(difference(found, preparation, f"in {first.where}", f"in {other.where}"), first.where)
     given = {name: value for name, value in options.items() if name != "path"}
-    said = [f"--{name.replace('_', '-')} is {_words(value)}, in {first.where} {_words(getattr(found, name))}"
+    said = [f"{_flag(name)} is {_words(value)}, in {first.where} {_words(getattr(found, name))}"
             for name, value in _as_statistics_have(given).items() if value != getattr(found, name)]  # fmt: skip
     _refuse("; ".join(said), first.where)
     if options.get("path") is not None:
@@ -117,6 +117,12 @@ def _as_statistics_have(options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)
     made = canonical(Preparation(mean=mean or (0.5,) * len(std or ()), std=std or (2.0,) * len(mean or ())))
     return {**options, **{name: getattr(made, name) for name in ("mean", "std") if options.get(name) is not None}}
+
+
+def _flag(name: str) -> str:
+    """The option that gives a field."""
+    by_function = {"function": "--prepare", "digest": "the digest of the file of --prepare"}
+    return by_function.get(name, f"--{name.replace('_', '-')}")
 
 
 def _words(value: object) -> str:

@@ -164,6 +164,7 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
     from unskew.evaluate import Scores, scored
     from unskew.heads_file import answer_of, known_of_heads, read_heads
     from unskew.models import evaluating, linear
+    from unskew.plausibility import judged, told
     from unskew.running import Runner
 
     values, hold_out = asked.values, given["hold_out"]
@@ -195,6 +196,8 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
     total = next(iter(scores.values())).confusion.sum(1)
     if not total.sum() > 0:
         raise DataError(f"{values['data']}: there are no examples to score")
+    if not heads and not site.fresh and (found := judged(scores["model"].confusion)).doubtful:
+        note(f"{values['data']}: {found.right:,} of {found.total:,} are right; {told(found, data.labels)}")
     if out:
         right = {name: part.confusion.diagonal() for name, part in scores.items()}
         write_text(out, answer_of(digest, total, right, bool(hold_out)))
