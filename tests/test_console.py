@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from commands import Terminal, blobs, unskew
+from commands import Terminal, blobs, tiny, unskew
+from pictures import MEAN, STD, folder_of, write_network
 from unskew import console
 from unskew.statistics import FeatureStats, Origin
 
@@ -135,3 +136,33 @@ def test_a_partition_shows_all_counts_at_any_width(tmp_path, monkeypatch, column
     assert row[1] == "1000"
     shown = [line.split()[1:] for line in narrow.splitlines() if re.match(" 1 ", line)]
     assert [word for part in shown for word in part] == row[1:]
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_run_shows_all_its_numbers_at_any_width(tmp_path, monkeypatch, columns):
+    monkeypatch.chdir(tmp_path)
+    options = tiny(blobs(tmp_path / "blobs.npz"), calibrate="ffc,ccvr:samples=10:epochs=1,lda:shrinkage=0.5")
+    answer = unskew("run", *options, "--out", "run", columns=columns)
+    assert answer.code == 0, answer.err
+    assert max(map(len, answer.out.splitlines())) <= columns
+    change = r"\d+\.\d → \d+\.\d \([+-]\d+\.\d\)"
+    assert len(re.findall(change, answer.out)) == 2 * 3  # accuracy and worst class of three calibrators
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_scores_and_votes_are_whole_at_any_width(tmp_path, monkeypatch, columns):
+    monkeypatch.chdir(tmp_path)
+    write_network(tmp_path)
+    folder_of(tmp_path / "a", 40, 1)
+    model = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
+    collect = ("stats", *model, "--data", "a", *MEAN, *STD, "--out", "a.stats")
+    propose = ("calibrate", *model[:4], "--stats", "a.stats", "--propose", "heads")
+    score = ("evaluate", *model[:4], "--data", "a", "--heads", "heads", "--out", "a.answer")
+    vote = ("calibrate", *model[:4], "--stats", "a.stats", "--heads", "heads", "--validate", "a.answer", "--out", "b")
+    for command in (collect, propose, score, vote):
+        answer = unskew(*command, columns=columns)
+        assert answer.code == 0, answer.err
+        assert max(map(len, answer.out.splitlines())) <= columns
+        if command in (score, vote):
+            numbers = re.findall(r"(?<![\d.,])\d+\.\d\d(?!\d)", answer.out)
+            assert len(numbers) == 2 * 4  # of four heads

@@ -42,10 +42,9 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Lists, epilog=examples(
-    "unskew calibrate --task task.toml --trust --stats site_*.stats --out calibrated.safetensors",
-    "unskew calibrate --task task.toml --trust --stats site_*.stats --propose heads.safetensors",
-    "unskew calibrate --task task.toml --trust --stats site_*.stats --heads heads.safetensors --validate site_*.answer "
-    "--out calibrated.safetensors",
+    "unskew calibrate --task task.toml --trust --stats *.stats --out calibrated.safetensors",
+    "unskew calibrate --task task.toml --trust --stats *.stats --propose heads.safetensors",
+    "unskew calibrate --task task.toml --trust --stats *.stats --heads heads.st --validate *.answer --out better.st",
 ))  # fmt: skip
 @options("task", "model", "device")
 @click.option("--stats", "files", type=PATH, multiple=True, required=True, help="the sites' files")

@@ -47,10 +47,8 @@ if TYPE_CHECKING:
 
 @click.command(epilog=examples(
     "unskew stats --task task.toml --trust --data my_images/ --out site_a.stats",
-    "unskew stats --model net.py:build --weights global.safetensors --labels names.txt --data my_images/ "
-    "--out site_a.stats",
-    "unskew stats --model timm:resnet50.a1_in1k --weights w.safetensors --prepare model --classes 7 --labels names.txt "
-    "--data my_images/ --budget 5MB --out site_a.stats",
+    "unskew stats --model net.py:build --weights global.safetensors --labels names.txt --data images/ --out a.stats",
+    "unskew stats --model timm:resnet50 --weights w.safetensors --prepare model --data images/ --out a.stats",
 ))  # fmt: skip
 @options("task", "model", "data", "reading", "walking", "device")
 @click.option("--out", type=PATH, required=True, help="the file to write: all that leaves the site")

@@ -43,9 +43,8 @@ TOLD = ("model", "weights", "layer", "classes", "labels", "prepare", "image_size
 
 
 @click.command("task", epilog=examples(
-    "unskew task --model net.py:build --weights global.safetensors --labels names.txt --image-size 32 --out task.toml",
-    "unskew task --model timm:resnet50.a1_in1k --weights w.safetensors --prepare model --classes 7 --labels names.txt "
-    "--hold-out 0.2 --out task.toml",
+    "unskew task --model net.py:build --weights global.safetensors --labels names.txt --image-size 32",
+    "unskew task --model timm:resnet50 --weights w.safetensors --prepare model --classes 7 --labels names.txt",
 ))  # fmt: skip
 @options("model", "reading", "statistics")
 @click.option("--out", type=PATH, default="task.toml", show_default=True, help="the file to write")
