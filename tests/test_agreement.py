@@ -52,6 +52,7 @@ def test_a_calibrated_model_is_scored_as_its_statistics_were_made(work):
     done("calibrate", *MODEL, *collected(), "--out", "better.safetensors")
     alone, said = accuracy("--weights", "better.safetensors")
     assert "better.safetensors says: pixels/255 channels=1 mean=0.5 std=0.1" in said
+    assert "classes: ant, bee, cat (3, in the order of better.safetensors)" in said
     again, _ = accuracy("--weights", "better.safetensors", *LABELS, *MEAN, *STD)
     assert alone == again > 0.9
     wrong, said = accuracy("--weights", "global.safetensors", *LABELS)  # which carries nothing
@@ -80,7 +81,7 @@ def test_another_preparation_than_that_of_the_weights_is_refused(work, options, 
         )
         assert answer.code == 2
         assert message in answer.err
-        assert "leave such options out" in answer.err.lower()
+        assert "Leave such options out: those of better.safetensors are taken" in answer.err
     assert not (work / "again.stats").exists()
 
 

@@ -60,11 +60,13 @@ def agreed_preparation(sources: Iterable[Known], options: Mapping[str, Any]) -> 
     told.sort(key=lambda pair: sum(getattr(pair[1], name) is None for name in OPEN))  # what leaves least open first
     (first, found), *others = told
     for other, preparation in others:
-        _refuse(difference(found, preparation, f"in {first.where}", f"in {other.where}"), first.where)
+        _refuse(
+            difference(found, preparation, f"in {first.where}", f"in {other.where}"), "Take files that belong together"
+        )
     given = {name: value for name, value in options.items() if name != "path"}
     said = [f"{_flag(name)} is {_words(value)}, in {first.where} {_words(getattr(found, name))}"
             for name, value in _as_statistics_have(given).items() if value != getattr(found, name)]  # fmt: skip
-    _refuse("; ".join(said), first.where)
+    _refuse("; ".join(said), f"Leave such options out: those of {first.where} are taken")
     if options.get("path") is not None:
         found = replace(found, path=options["path"])
     if found.function is not None and found.path is None:
@@ -89,7 +91,8 @@ def check_known(found: Known, sources: Iterable[Known]) -> None:
         check_labels(found, source)
         if found.preparation is not None and source.preparation is not None:
             here, there = f"in {found.where}", f"in {source.where}"
-            _refuse(difference(found.preparation, source.preparation, here, there), source.where)
+            apart = difference(found.preparation, source.preparation, here, there)
+            _refuse(apart, f"Let all be prepared as {source.where} says, or begin anew with another preparation")
         if found.inputs is not None and source.inputs is not None and not alike(found.inputs, source.inputs):
             raise DataError(
                 f"{found.where} gives the model {found.inputs}, but {source.where} was made with {source.inputs}: "
@@ -97,10 +100,9 @@ def check_known(found: Known, sources: Iterable[Known]) -> None:
             )
 
 
-def _refuse(difference: str, where: str) -> None:
+def _refuse(difference: str, remedy: str) -> None:
     if difference:
-        remedy = f"leave such options out, and those of {where} are taken; or collect statistics again"
-        raise UsageError(f"inputs are prepared differently: {difference}. {remedy[0].upper()}{remedy[1:]}")
+        raise UsageError(f"inputs are prepared differently: {difference}. {remedy}")
 
 
 def canonical(preparation: Preparation) -> Preparation:

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -154,7 +155,7 @@ def asked_for(given: Mapping[str, Any], *, free: Sequence[str] = (), other_weigh
         found = tasks.placed(task, path, model=values["model"], weights=None if own else values["weights"],
                              function=prepared.get("path"), trust=values["trust"],
                              other_weights=own is not None)  # fmt: skip
-        values |= {"model": found.model, "weights": own or found.weights}
+        values |= {"model": found.model, "weights": own or found.weights, "prepare": found.preparation.path}
         sources.append(Known(str(path), task.labels, found.preparation))
     if values["model"] is None:
         raise UsageError("give --model and its --weights, or the --task of whoever started this")
@@ -165,9 +166,9 @@ def asked_for(given: Mapping[str, Any], *, free: Sequence[str] = (), other_weigh
 
 def _prepared(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a preparation that options give."""
-    fields = {name: given.get(name) for name in PREPARATION}
-    fields |= {name: _numbers(name, given.get(name)) for name in ("mean", "std")}
-    found = {name: value for name, value in fields.items() if value is not None}
+    said = {name: given.get(name) for name in PREPARATION}
+    said |= {name: _numbers(name, given.get(name)) for name in ("mean", "std")}
+    found = {name: value for name, value in said.items() if value is not None}
     if not given.get("prepare"):
         return found
     from unskew.foreign_preparation import own_preparation
@@ -183,9 +184,8 @@ def _prepared(given: Mapping[str, Any]) -> dict[str, Any]:
         whole = own_preparation(given["model"])
     else:
         whole = Preparation.of_function(given["prepare"], found.get("channels"))
-    default = Preparation()
-    names = (*PREPARATION, "function", "digest", "path")
-    return {name: getattr(whole, name) for name in names if getattr(whole, name) != getattr(default, name)} | found
+    held = {entry.name: getattr(whole, entry.name) for entry in fields(whole)}
+    return {name: value for name, value in held.items() if value != getattr(Preparation(), name)} | found
 
 
 def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:

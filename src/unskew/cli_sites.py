@@ -173,6 +173,7 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
             note(f"scored is what the task holds out, a share of {hold_out}: --hold-out 0 scores all of other data")
     site = opened_site(asked, "train" if hold_out else "test", given["data"])
     data, model = site.data, site.model
+    note(f"classes: {site.order}")
     if site.fresh and not heads:
         note(f"--classes {values['classes']} is a new head, which knows nothing yet")
     if heads:
