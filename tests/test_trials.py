@@ -18,7 +18,7 @@ from unskew.errors import DataError, UsageError
 from unskew.heads import calibrate
 from unskew.models import Split
 from unskew.origin import Origin
-from unskew.trials import form_for, part_of, trial_of
+from unskew.trials import Counts, Trial, form_for, part_of, trial_of
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
 
@@ -71,7 +71,7 @@ def test_without_a_test_set_sites_hold_a_part_out(work):
     assert found["forms"]["ccvr"] == "class"
     assert found["bytes"]["ncm"] < found["bytes"]["ffc:choose=true"] < found["bytes"]["ccvr"]
     right = {name: sum(counts["right"][name] for counts in found["sites"].values()) for name in found["forms"]}
-    assert right[found["best"]] == max(right.values()) > sum(c["right"]["old"] for c in found["sites"].values())
+    assert right[found["best"]] >= max(right.values()) - 2 > sum(c["right"]["old"] for c in found["sites"].values())
 
 
 def test_a_trial_can_be_of_a_task(work):
@@ -186,3 +186,10 @@ def test_a_classifier_without_a_bias_and_forms_that_serve_none():
 def test_large_statistics_are_tried_in_the_pooled_form():
     assert form_for(10, 512) == "class"
     assert form_for(1000, 2048) == "pooled"
+
+
+def test_the_usual_calibrator_is_recommended_unless_another_is_plainly_better():
+    forms = {"ffc:choose=true": "pooled", "ncm": "none"}
+    for ffc, best in ((90, "ffc:choose=true"), (87, "ffc:choose=true"), (80, "ncm")):
+        counts = Counts(100, {"old": 50, "ffc:choose=true": ffc, "ncm": 89})
+        assert Trial({"a": counts}, None, forms, dict.fromkeys(forms, 9), {}).best == best

@@ -200,8 +200,6 @@ def _show_trial(trial: Trial, test: str | None, share: float) -> None:
     for name, why in trial.failed.items():
         note(f"{name} makes no head: {why}")
     best = trial.best
-    if best is None:
-        return
     after = trial.whole.accuracy(best)
     error = 100 * (after * (1 - after) / max(trial.whole.total, 1)) ** 0.5
     told = f"{100 * after:.1f} % (standard error {error:.1f})"
@@ -217,10 +215,11 @@ def _show_trial(trial: Trial, test: str | None, share: float) -> None:
 
 def _show_next(asked: Asked, trial: Trial) -> None:
     """The commands that do it for real."""
+    from unskew.heads_file import OLD
     from unskew.tasks import is_code
 
     best = trial.best
-    if best is None or trial.whole.right.get("old", -1) >= trial.whole.right[best]:
+    if trial.whole.right.get(OLD, -1) >= trial.whole.right[best]:
         return
     values = asked.values
     code = bool(asked.task.code) if asked.task else is_code(values["model"]) or "path" in asked.prepared

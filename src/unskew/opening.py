@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +97,8 @@ def _told_by(where: str | None, preparation: Preparation) -> Iterator[None]:
     try:
         yield
     except UnskewError as error:
-        if where is None:
+        said = [entry.name for entry in fields(preparation) if getattr(preparation, entry.name) != entry.default]
+        if where is None or not any(name in str(error) for name in said):
             raise
         raise type(error)(f"{error} ({where} says: {_said(preparation)})") from error
 

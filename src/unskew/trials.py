@@ -6,6 +6,7 @@ files, and scored on what was held out and, where there is one, on a test set.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from unskew.opening import rows_of
 from unskew.origin import Origin
 from unskew.plausibility import Judgement, Watch, judged
 from unskew.running import Runner
-from unskew.selection import calibrator_of, calibrators, candidates
+from unskew.selection import BEST, calibrator_of, calibrators, candidates
 from unskew.statistics import REDUCES, FeatureStats, added
 from unskew.statistics_file import size_of
 
@@ -69,10 +70,13 @@ class Trial(NamedTuple):
         return Counts(sum(part.total for part in parts), {name: sum(p.right[name] for p in parts) for name in names})
 
     @property
-    def best(self) -> str | None:
-        """The new head that gets most right, the one that needs the smallest file among equals."""
-        counts = self.whole.right
-        return min(self.forms, key=lambda name: (-counts[name], self.bytes[name]), default=None)
+    def best(self) -> str:
+        """The new head that gets most right; the one that `auto` takes, if it is within a standard error of that."""
+        total, right = self.whole
+        best = max(self.forms, key=right.__getitem__)
+        error = math.sqrt(right[best] * (1 - right[best] / max(total, 1)))
+        usual = [name for name in BEST.values() if name in self.forms and right[name] >= right[best] - error]
+        return usual[0] if usual else best
 
 
 def form_for(classes: int, dimension: int) -> str:
