@@ -18,7 +18,7 @@ from unskew.errors import DataError, UsageError
 from unskew.heads import calibrate
 from unskew.models import Split
 from unskew.origin import Origin
-from unskew.trials import Counts, Trial, form_for, part_of, trial_of
+from unskew.trials import Counts, Part, Trial, doubts, form_for, part_of, trial_of
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
 
@@ -87,7 +87,7 @@ def test_a_trial_can_be_of_a_task(work):
 
 def test_a_trial_warns_as_the_sites_would(work):
     answer = done("try", *MODEL, "--sites", "a", "b")  # without mean and deviation
-    assert "note: a: the old head gets" in answer.err
+    assert "note: all sites: the old head gets" in answer.err
     assert "--mean, --std" in answer.err
 
 
@@ -154,7 +154,7 @@ def test_heads_are_those_of_what_is_not_held_out():
              for seed, name in enumerate("ab")}  # fmt: skip
     assert all(part.stats.count.sum() + len(part.y) == 60 for part in parts.values())
     whole = [collect(model, batches(seed), 3, "pooled") for seed in range(2)]
-    assert sum(part.judgement.total for part in parts.values()) == int(sum(site.count.sum() for site in whole)) == 120
+    assert sum(part.confusion.sum() for part in parts.values()) == sum(site.count.sum() for site in whole) == 120
     trial = trial_of(model, parts, test=batches(5))
     better = calibrate(model, [part.stats for part in parts.values()], "lda")
     with torch.no_grad():
@@ -193,3 +193,18 @@ def test_the_usual_calibrator_is_recommended_unless_another_is_plainly_better():
     for ffc, best in ((90, "ffc:choose=true"), (87, "ffc:choose=true"), (80, "ncm")):
         counts = Counts(100, {"old": 50, "ffc:choose=true": ffc, "ncm": 89})
         assert Trial({"a": counts}, None, forms, dict.fromkeys(forms, 9), {}).best == best
+
+
+def test_a_site_that_the_head_has_forgotten_is_no_reason_for_doubt_among_others():
+    empty = torch.zeros(0, 2), torch.zeros(0).long()
+    known, forgotten, swapped = (torch.tensor(counts) for counts in (
+        [[40, 0, 9], [0, 40, 9], [0, 0, 30]], [[0, 0, 50], [0, 0, 0], [0, 0, 0]], [[0, 40, 0], [40, 0, 0], [0, 0, 40]],
+    ))  # fmt: skip
+
+    def found(**confusions):
+        return doubts({name: Part(None, *empty, confusion) for name, confusion in confusions.items()})
+
+    assert found(a=known, b=known, c=forgotten) == {}
+    assert set(found(a=forgotten, b=forgotten)) == {"all sites"}
+    assert set(found(a=known, b=known, c=known, d=swapped)) == {"d"}
+    assert found(a=None) == {}

@@ -138,7 +138,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
     if len(set(sites)) < len(sites):
         raise UsageError("--sites names the same data twice: name each site once")
     from unskew.plausibility import told
-    from unskew.trials import form_for, part_of, trial_of
+    from unskew.trials import doubts, form_for, part_of, trial_of
 
     values = asked.values
     checked_device(values["device"])
@@ -156,9 +156,8 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
             parts[name] = part_of(model, batches, form=form, transform=transform, hold_out=share, origin=site.origin,
                                   fresh=fresh)  # fmt: skip
         tell_damaged(name, site.data.damaged)
-        found = parts[name].judgement
-        if found is not None and found.doubtful:
-            note(f"{name}: {found}; {told(found, site.data.labels)}")
+    for name, found in doubts(parts).items():
+        note(f"{name}: {found}; {told(found, site.data.labels)}")
     last = None if test is None else opened_site(asked, "test", test)
     with bar("scoring", last.data.examples if last else 0, as_json) as progress:
         scored = None if last is None else counted(batches_of(last, values["device"]), progress)

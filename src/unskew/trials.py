@@ -37,7 +37,7 @@ class Part(NamedTuple):
     stats: FeatureStats  # of what is not held out
     z: Tensor  # (n, d) the features of what is
     y: Tensor  # (n,)
-    judgement: Judgement | None  # of the old head on all of the site's examples; None: there is no old head
+    confusion: Tensor | None  # (C, C) of the old head on all of the site's examples; None: there is no old head
 
 
 class Counts(NamedTuple):
@@ -108,7 +108,20 @@ def part_of(
     z, y = (
         map(torch.cat, zip(*aside, strict=True)) if aside else (torch.zeros(0, model.dimension), torch.zeros(0).long())
     )
-    return Part(stats, z, y, None if watch is None else judged(watch.scores.confusion))
+    return Part(stats, z, y, None if watch is None else watch.scores.confusion)
+
+
+def doubts(parts: Mapping[str, Part]) -> dict[str, Judgement]:
+    """What is odd about the old head: on all sites together, as "all sites", or else on those for which it knows the
+    classes in another order. A class that it has forgotten is no reason for doubt where it knows others.
+    """
+    held = {name: part.confusion for name, part in parts.items() if part.confusion is not None}
+    if not held:
+        return {}
+    whole = judged(torch.stack(list(held.values())).sum(0))
+    if whole.doubtful:
+        return {"all sites": whole}
+    return {name: found for name, confusion in held.items() if (found := judged(confusion)).order}
 
 
 def heads_of(
