@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from commands import unskew as command
 from torch import Tensor, nn
 
 import unskew
+from commands import unskew as command
 from unskew.errors import UsageError
 from unskew.models import Split
 from unskew.running import APART, Runner, applied, in_type_of, type_of
