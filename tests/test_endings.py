@@ -1,4 +1,4 @@
-"""What follows the last linear layers of a module: cut through where that is exact, else refused with lines that help."""
+"""What follows the last linear layers of a module: cut through where exact, else refused with lines that help."""
 
 from __future__ import annotations
 

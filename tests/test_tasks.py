@@ -296,6 +296,17 @@ def test_specs_keep_their_options():
     assert file_in("small-cnn:channels=1") is None
 
 
+def test_a_function_of_a_package_is_code_that_does_not_come_along(work):
+    (work / "nets").mkdir()
+    (work / "nets" / "__init__.py").touch()
+    shutil.move(work / "net.py", work / "nets" / "net.py")
+    answer = done("task", "--model", "nets.net:build", *MODEL[2:], *MEAN, *STD)
+    assert "nets.net:build does not come along: each site must be able to import it" in answer.err
+    data = ("--data", "a", "--out", "a.stats")
+    refused("task.toml brings code that would run here: nets.net:build", "stats", "--task", "task.toml", *data)
+    done("stats", *SHARED, *data)
+
+
 def test_a_program_is_code_too(tmp_path):
     (tmp_path / "model.pt2").write_bytes(b"program")
     task = task_of(tmp_path, str(tmp_path / "model.pt2"))

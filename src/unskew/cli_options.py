@@ -64,8 +64,8 @@ def options(*groups: str) -> Callable[[Command], Command]:
     known = {
         "task": [click.option("--task", type=PATH, help="file of `unskew task`, which says all that is not said here")],
         "model": [
-            click.option("--model", help="net.py:build, torchvision:NAME, timm:NAME, transformers:NAME, "
-                         "a network of Unskew's, or a torch.export program"),
+            click.option("--model", help="net.py:build, package.net:Net, torchvision:NAME, timm:NAME, "
+                         "transformers:NAME or its folder, a network of Unskew's, or a torch.export program"),
             click.option("--weights", type=PATH, help="the model's weights: safetensors, or a torch state dict"),
             click.option("--classes", type=click.IntRange(2), show_default="the model's", help="for a new classifier"),
             click.option("--layer", help="name of the classification layer", show_default="found by a forward pass"),

@@ -84,6 +84,8 @@ def write_task(out: Path, force: bool, **given: Any) -> None:
         note(f"put a copy of {', '.join(away)} beside {out}: that is where sites look for it")
     if task.code:
         note(f"{', '.join(task.code)} is code, which sites run only with --trust")
+    if task.code == [task.model] and not task.files.get(task.model):
+        note(f"{task.model} does not come along: each site must be able to import it")
     show(f"Send {', '.join([out.name, *task.files])} to each site, which runs: {_stats_command(out, task)}")
 
 

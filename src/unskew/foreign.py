@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -128,16 +129,16 @@ def imported(library: str) -> Any:
     try:
         return importlib.import_module(library)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package:
+            raise UsageError(f"{package} can't be imported ({error}): pip install {package}") from None
         broken = _broken_torchvision()
         if broken and package in ("torchvision", "timm"):
             needs = "" if package == "torchvision" else f"{package} needs torchvision, and "
             raise UsageError(
                 f"{needs}torchvision can't be imported ({broken}): it was built for another torch than "
                 f"{torch.__version__}, which is here. Install the two from the same place, as PyTorch's pages say for "
-                "your machine: torchvision's wheels on PyPI are built for CUDA, and want a torch that is"
+                "your machine: the torchvision that pip takes by default is built for CUDA, and wants a torch that is"
             ) from None
-        if isinstance(error, ModuleNotFoundError):
-            raise UsageError(f"{package} can't be imported ({error}): pip install {package}") from None
         raise UsageError(f"{package} can't be imported ({one_line(error)}): install it anew") from None
 
 
@@ -179,7 +180,9 @@ def _torchvision(name: str, classes: int | None) -> nn.Module:
     """A classification network of torchvision."""
     models = imported("torchvision.models")
     check_known("torchvision", name, models.list_models(module=models))
-    return models.get_model(name, weights=None, **({} if classes is None else {"num_classes": classes}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of initial weights to come
+        return models.get_model(name, weights=None, **({} if classes is None else {"num_classes": classes}))
 
 
 def _timm(name: str, classes: int | None) -> nn.Module:

@@ -18,6 +18,7 @@ from unskew.models import Split
 from unskew.origin import Origin
 from unskew.preparation import Preparation
 from unskew.sites import SiteData, site_data
+from unskew.specs import is_own
 
 LISTED = 12  # classes of which all names are told
 
@@ -62,7 +63,7 @@ def open_site(
     named = agreed_labels(sources)
     preparation, where = agreed_preparation(sources, prepared or {})
     notes = []
-    if where is not None and ".py:" in data:
+    if where is not None and is_own(data):
         notes.append(f"{data} prepares inputs itself: it must do what {where} says, {_said(preparation)}")
         preparation, where = Preparation(**(prepared or {})), None
     elif where is not None and preparation not in (Preparation(), Preparation(preparation.numbers)):

@@ -4,7 +4,8 @@ whatever else is in its batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,10 +48,9 @@ def tried(network: Callable[[Any], Any], name: str, x: Any) -> Any:
 def type_of(network: nn.Module) -> torch.dtype | None:
     """The type of the numbers that a network takes: that of its first weights or, if it is a program, of its input."""
     inner = getattr(network, "module", network)
+    values: Iterable[Any] = chain(network.parameters(), network.buffers())
     if isinstance(inner, fx.GraphModule):
         values = [node.meta.get("val") for node in inner.graph.nodes if node.op == "placeholder"]
-    else:
-        values = [*network.parameters(), *network.buffers()]
     return next((value.dtype for value in values if isinstance(value, Tensor) and value.dtype in APART), None)
 
 

@@ -105,9 +105,14 @@ def called(kind: str, spec: str, function: Callable[..., Made], *arguments: Any,
     except UnskewError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}, line {place.lineno}"
-        raise UsageError(f"{kind} is {spec!r}, which fails: {type(error).__name__}: {error} ({where})") from error
+        frames = [place for place in traceback.extract_tb(error.__traceback__) if _tells(place.filename)]
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise UsageError(f"{kind} is {spec!r}, which fails: {type(error).__name__}: {error}{where}") from error
+
+
+def _tells(file: str) -> bool:
+    """Whether a file in a traceback is one where somebody could mend something."""
+    return file != __file__ and not file.startswith("<frozen ") and Path(file).parent.name != "importlib"
 
 
 # -------- The user's own functions --------
@@ -168,38 +173,38 @@ def _run(path: Path) -> ModuleType:
     module = ModuleType(".".join((top, *words, path.stem.replace(".", "_"))))
     module.__file__, module.__package__ = str(path), ".".join((top, *words))
     sys.modules[module.__name__] = module
-    with _beside(folder), _beside(root):
+    with _beside(folder, root):
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     return module
 
 
-_folders: list[str] = []  # from which files of the user's were run
+_theirs: set[str] = set()  # names of modules that files of the user's have imported
 
 
 @contextlib.contextmanager
-def _beside(folder: Path) -> Iterator[None]:
-    """Let code import what stands in a folder by its name, though files elsewhere that were run before have the same.
-
-    Afterwards the folder stays at the end of Python's path, for what is imported later, where it hides nothing.
+def _beside(*folders: Path) -> Iterator[None]:
+    """Let code import what stands in these folders by its name, though files that were run before had other modules of
+    that name. Afterwards the folders stay at the end of Python's path, for what is imported later.
     """
-    place = str(folder)
-    taken = {
-        name for name, module in sys.modules.items() if "." not in name and _home(module) in set(_folders) - {place}
-        and ((folder / f"{name}.py").is_file() or (folder / name).is_dir())
-    }  # fmt: skip
-    for name in [name for name in sys.modules if name.partition(".")[0] in taken]:
-        del sys.modules[name]
-    sys.path.insert(0, place)
+    others = {name.partition(".")[0] for name in _theirs if not _found_in(name, folders)}
+    for name in [name for name in _theirs if name.partition(".")[0] in others]:
+        sys.modules.pop(name, None)
+        _theirs.remove(name)
+    before, places = set(sys.modules), [str(folder) for folder in folders]
+    sys.path[:0] = places
     try:
         yield
     finally:
-        sys.path.remove(place)
-        if place not in sys.path:
-            sys.path.append(place)
-        _folders.append(place)
+        for place in places:
+            sys.path.remove(place)
+        sys.path += [place for place in places if place not in sys.path]
+        _theirs.update(set(sys.modules) - before)
 
 
-def _home(module: ModuleType) -> str | None:
-    """The folder in which the file or the folder of a module stands."""
-    paths = list(getattr(module, "__path__", [])) or [getattr(module, "__file__", None)]
-    return str(Path(paths[0]).parent) if paths[0] else None
+def _found_in(name: str, folders: tuple[Path, ...]) -> bool:
+    """Whether a module is the one that these folders have, or they have none of its name."""
+    top = name.partition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None)
+    there = (folder / top for folder in folders if (folder / top).is_dir() or (folder / f"{top}.py").is_file())
+    expected = next(there, None)
+    return expected is None or file is None or Path(file).with_suffix("") == expected or expected in Path(file).parents
