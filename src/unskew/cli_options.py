@@ -54,7 +54,7 @@ class Lists(click.Command):
         return super().parse_args(context, spread)
 
 
-def examples(*lines: str) -> str:
+def epilog(*lines: str) -> str:
     """The end of a command's help: what people type."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 

@@ -23,7 +23,7 @@ from unskew.cli_options import (
     asked_for,
     check_free,
     checked_device,
-    examples,
+    epilog,
     inputs_of,
     note,
     options,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from unskew.statistics_file import Head
 
 
-@click.command(cls=Lists, epilog=examples(
+@click.command(cls=Lists, epilog=epilog(
     "unskew calibrate --task task.toml --trust --stats *.stats --out calibrated.safetensors",
     "unskew calibrate --task task.toml --trust --stats *.stats --propose heads.safetensors",
     "unskew calibrate --task task.toml --trust --stats *.stats --heads heads.st --validate *.answer --out better.st",

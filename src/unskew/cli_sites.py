@@ -7,10 +7,8 @@ each site answers with `evaluate --heads`.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unskew.cli_options import (
-    FORMS,
     PATH,
-    PRECISIONS,
     SHARE,
     Asked,
     asked_for,
     check_free,
     checked_device,
-    examples,
+    epilog,
     inputs_of,
     note,
     options,
@@ -36,16 +32,13 @@ from unskew.errors import DataError, UsageError
 from unskew.results import write_text
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from unskew.opening import Site
-    from unskew.origin import Origin
 
 
 # ---------------------------------------------------------------------------------------------- stats
 
 
-@click.command(epilog=examples(
+@click.command(epilog=epilog(
     "unskew stats --task task.toml --trust --data my_images/ --out site_a.stats",
     "unskew stats --model net.py:build --weights global.safetensors --labels names.txt --data images/ --out a.stats",
     "unskew stats --model timm:resnet50 --weights w.safetensors --prepare model --data images/ --out a.stats",
@@ -59,83 +52,45 @@ def stats(out: Path, send_score: bool, force: bool, **given: Any) -> None:
     """On a site: write the moments of its features to a small file."""
     asked = asked_for(given)
     check_free([out], force, inputs_of(asked.values))
-    from unskew.collecting import collect
-    from unskew.plausibility import Watch, judged, told
+    from unskew.errands import bytes_in, collected, form_within
+    from unskew.plausibility import told
     from unskew.statistics_file import save, size_of
     from unskew.transforms import Transform
 
     site = opened_site(asked, "train", given["data"])
-    values, data, model = asked.values, site.data, site.model
-    classes, transform, hold_out = model.classes, values["transform"] or "identity", values["hold_out"] or 0.0
-    show(f"classes: {site.order}")
-    width = Transform(transform).width(model.dimension)
-    form, precision = _form(values["form"], values["precision"], values["budget"], classes, width, transform,
-                            bool(hold_out), site.origin)  # fmt: skip
-    watch = None if site.fresh else Watch(model.classifier, classes)
-    if send_score and watch is None:
+    if send_score and site.fresh:
         raise UsageError("--send-score tells of the old head, but --classes makes a new one: leave it out")
-    with bar("collecting", data.examples) as progress, _naming(values["data"]):
-        batches = counted(batches_of(site, values["device"]), progress)
-        found = collect(model, batches, classes, form, transform, held_out=hold_out, origin=site.origin, watch=watch)
-    found = found.to("cpu")
-    tell_damaged(values["data"], data.damaged)
-    if not found.count.sum() > 0:
-        raise DataError(f"{values['data']}: there are no examples")
+    show(f"classes: {site.order}")
+    values, budget = asked.values, asked.values["budget"]
+    classes, transform, hold_out = site.model.classes, values["transform"] or "identity", values["hold_out"] or 0.0
+    width = Transform(transform).width(site.model.dimension)
+    form, precision = values["form"] or "pooled", values["precision"] or "float64"
+    if budget:
+        form, precision = form_within(budget, classes, width, values["form"], values["precision"], transform,
+                                      bool(hold_out), site.origin)  # fmt: skip
+    with bar("collecting", site.data.examples) as progress:
+        found, judgement = collected(site, form, transform, hold_out, values["device"], progress)
+    tell_damaged(site)
+    examples = int(found.count.sum())
     if found.held_out is not None and not found.held_out.count.sum() > 0:
-        note(f"--hold-out {hold_out} of {int(found.count.sum()):,} examples is none: raise it, or leave it out")
-    if watch is not None:
-        judgement = judged(watch.scores.confusion)
+        note(f"--hold-out {hold_out} of {examples:,} examples is none: raise it, or leave it out")
+    if judgement is not None:
         stays = "which the file tells" if send_score else "which stays here"
-        show(f"layer {model.layer or 'classifier'}; {judgement}, {stays}")
+        show(f"layer {site.model.layer or 'classifier'}; {judgement}, {stays}")
         found = replace(found, right=judgement.right) if send_score else found
         if judgement.doubtful:
-            note(f"{judgement}; {told(judgement, data.labels)}")
+            note(f"{judgement}; {told(judgement, site.data.labels)}")
     bytes = size_of(found, precision)
-    if values["budget"] and bytes > bytes_of(values["budget"]):
-        raise UsageError(f"budget is {values['budget']}, but the file would have {bytes:,} B: raise it")
-    show(f"{out}: {size(bytes)}, form {form}, {precision}, d = {width}, {classes} classes, "
-         f"{int(found.count.sum()):,} examples")  # fmt: skip
+    if budget and bytes > bytes_in(budget):
+        raise UsageError(f"budget is {budget}, but the file would have {bytes:,} B: raise it")
+    show(f"{out}: {size(bytes)}, form {form}, {precision}, d = {width}, {classes} classes, {examples:,} examples")
     save(found, out, precision)
-
-
-def _form(
-    form: str | None, precision: str | None, budget: str | None, classes: int, width: int, transform: str,
-    held_out: bool, origin: Origin,
-) -> tuple[str, str]:  # fmt: skip
-    """The form and the precision to collect: as given, or the richest that fits a budget."""
-    from unskew.statistics import FeatureStats
-    from unskew.statistics_file import kinds_of, size_of
-
-    if budget is None:
-        return form or "pooled", precision or "float64"
-    empty = replace(FeatureStats.zero(classes, width, "none", transform), origin=origin)
-    numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64").values())
-    header = size_of(empty) - numbers_alone + (900 if held_out else 400)  # what the examples add to it, at most
-    needs: list[int] = []
-    for shape in [form] if form else FORMS:
-        for numbers in [precision] if precision else PRECISIONS:
-            kinds = kinds_of(classes, width, shape, numbers, held_out)
-            needs.append(header + sum(kind.nbytes for kind in kinds.values()))
-            if needs[-1] <= bytes_of(budget):
-                return shape, numbers
-    raise UsageError(f"budget is {budget}, but {min(needs):,} B is the least that these options need: raise it")
-
-
-def bytes_of(text: str) -> int:
-    """A number of bytes, as people write it."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*(|k|M|G)i?B?\s*", text, re.IGNORECASE)
-    try:
-        if found is None:
-            raise ValueError
-        return int(float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()])
-    except ValueError:
-        raise UsageError(f"budget is {text!r}: give a size such as 500kB or 10MB") from None
 
 
 # ---------------------------------------------------------------------------------------------- evaluate
 
 
-@click.command(epilog=examples(
+@click.command(epilog=epilog(
     "unskew evaluate --task task.toml --trust --data my_images/ --heads heads.safetensors --out site_a.answer",
     "unskew evaluate --model net.py:build --weights calibrated.safetensors --data test_images/",
 ))  # fmt: skip
@@ -156,14 +111,9 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
     asked = asked_for(given, free=["hold_out"], other_weights=not heads)
     if out:
         check_free([out], force, inputs_of({**asked.values, "heads": heads}))
-    import torch
-
-    from unskew.collecting import holding_out
-    from unskew.evaluate import Scores, scored
+    from unskew.errands import scores_of
     from unskew.heads_file import answer_of, known_of_heads, read_heads
-    from unskew.models import evaluating, linear
     from unskew.plausibility import judged, told
-    from unskew.running import Runner
 
     values, hold_out = asked.values, given["hold_out"]
     if heads:
@@ -172,31 +122,18 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
             hold_out = asked.task.hold_out
             note(f"scored is what the task holds out, a share of {hold_out}: --hold-out 0 scores all of other data")
     site = opened_site(asked, "train" if hold_out else "test", given["data"])
-    data, model = site.data, site.model
     note(f"classes: {site.order}")
     if site.fresh and not heads:
         note(f"--classes {values['classes']} is a new head, which knows nothing yet")
     if heads:
         note(f"the answer tells how many examples of each class each head of {heads} gets right, and nothing else")
-    modules, digest = read_heads(heads, model) if heads else ({"model": model.classifier}, "")
-    classes = linear(next(iter(modules.values()))).out_features
-    scores = {name: Scores(torch.zeros(classes, classes, dtype=torch.int64)) for name in modules}
-    run = Runner(model.features)
-    with bar("scoring", data.examples, as_json) as progress, evaluating(model), torch.no_grad():
-        for x, y, held in holding_out(counted(batches_of(site, values["device"]), progress), hold_out or 0.0):
-            z = run(x, len(y))
-            rows = (held if hold_out else torch.ones_like(held)).to(z.device)
-            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
-                raise DataError(f"{values['data']}: labels lie in {int(y.min())}..{int(y.max())}, but the model has "
-                                f"{classes} classes")  # fmt: skip
-            for name, head in modules.items():
-                scores[name] += scored(head.to(z.device)(z)[rows], y[rows], classes)
-    tell_damaged(values["data"], data.damaged)
+    modules, digest = read_heads(heads, site.model) if heads else ({"model": site.model.classifier}, "")
+    with bar("scoring", site.data.examples, as_json) as progress:
+        scores = scores_of(site, modules, hold_out or 0.0, values["device"], progress)
+    tell_damaged(site)
     total = next(iter(scores.values())).confusion.sum(1)
-    if not total.sum() > 0:
-        raise DataError(f"{values['data']}: there are no examples to score")
     if not heads and not site.fresh and (found := judged(scores["model"].confusion)).doubtful:
-        note(f"{values['data']}: {found.right:,} of {found.total:,} are right; {told(found, data.labels)}")
+        note(f"{site.name}: {found.right:,} of {found.total:,} are right; {told(found, site.data.labels)}")
     if out:
         right = {name: part.confusion.diagonal() for name, part in scores.items()}
         write_text(out, answer_of(digest, total, right, bool(hold_out)))
@@ -216,7 +153,7 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
 # ---------------------------------------------------------------------------------------------- inspect
 
 
-@click.command("inspect", epilog=examples("unskew inspect site_*.stats", "unskew inspect site_*.stats --json"))
+@click.command("inspect", epilog=epilog("unskew inspect site_*.stats", "unskew inspect site_*.stats --json"))
 @click.argument("files", type=PATH, nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="print what was found as JSON, nothing else")
 def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
@@ -301,31 +238,9 @@ def opened_site(asked: Asked, part: str, data: str) -> Site:
     return site._replace(model=site.model.to(device))
 
 
-def batches_of(site: Site, device: str) -> Iterator[tuple[Any, Tensor]]:
-    """The batches of a site, on a device."""
-    from unskew.opening import batches_on
-
-    return batches_on(site.data.batches(), device)
-
-
-def counted(batches: Iterable[tuple[Any, Tensor]], progress: Callable[[int], None]) -> Iterator[tuple[Any, Tensor]]:
-    """The batches, telling a bar how many examples have gone by."""
-    for x, y in batches:
-        yield x, y
-        progress(len(y))
-
-
-def tell_damaged(data: str, damaged: Mapping[str, str]) -> None:
+def tell_damaged(site: Site) -> None:
     """Say which images could not be read."""
+    damaged = site.data.damaged
     if damaged:
         some = "; ".join(list(damaged.values())[:3]) + ("; ..." if len(damaged) > 3 else "")
-        note(f"{data}: left out are {len(damaged):,} images that can't be read: {some}")
-
-
-@contextlib.contextmanager
-def _naming(data: str) -> Iterator[None]:
-    """Name the data in what is refused of them."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(str(error) if data in str(error) else f"{data}: {error}") from None
+        note(f"{site.name}: left out are {len(damaged):,} images that can't be read: {some}")

@@ -21,12 +21,12 @@ from unskew.cli_options import (
     asked_for,
     check_free,
     checked_device,
-    examples,
+    epilog,
     inputs_of,
     note,
     options,
 )
-from unskew.cli_sites import batches_of, bytes_of, counted, opened_site, tell_damaged
+from unskew.cli_sites import opened_site, tell_damaged
 from unskew.console import bar, show, size, table_of
 from unskew.errors import UsageError
 
@@ -42,7 +42,7 @@ TOLD = ("model", "weights", "layer", "classes", "labels", "prepare", "image_size
 # ---------------------------------------------------------------------------------------------- task
 
 
-@click.command("task", epilog=examples(
+@click.command("task", epilog=epilog(
     "unskew task --model net.py:build --weights global.safetensors --labels names.txt --image-size 32",
     "unskew task --model timm:resnet50 --weights w.safetensors --prepare model --classes 7 --labels names.txt",
 ))  # fmt: skip
@@ -54,13 +54,14 @@ def write_task(out: Path, force: bool, **given: Any) -> None:
     asked = asked_for({**given, "task": None})
     check_free([out], force, inputs_of(asked.values))
     from unskew.agreement import agreed_labels, agreed_preparation
+    from unskew.errands import bytes_in
     from unskew.tasks import save, task_of
 
     values = asked.values
     named = agreed_labels(asked.sources)
     preparation, _ = agreed_preparation(asked.sources, asked.prepared)
     if values["budget"]:
-        bytes_of(values["budget"])
+        bytes_in(values["budget"])
     bare = None if values["budget"] else "pooled"
     task = task_of(
         out.parent, values["model"], values["weights"], preparation,
@@ -118,7 +119,7 @@ def _stats_command(task: Path, held: Task) -> str:
 # ---------------------------------------------------------------------------------------------- try
 
 
-@click.command("try", cls=Lists, epilog=examples(
+@click.command("try", cls=Lists, epilog=epilog(
     "unskew try --model net.py:build --weights global.safetensors --labels names.txt --sites a/ b/ c/ --test test/",
     "unskew try --task task.toml --trust --sites a.npz b.npz c.npz",
 ))  # fmt: skip
@@ -139,6 +140,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
     asked = asked_for(given, free=["hold_out", "form", "precision", "budget"])
     if len(set(sites)) < len(sites):
         raise UsageError("--sites names the same data twice: name each site once")
+    from unskew.errands import batches_of
     from unskew.plausibility import told
     from unskew.trials import doubts, form_for, part_of, trial_of
 
@@ -154,15 +156,15 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
         if not parts and not as_json:
             show(f"classes: {site.order}")
         with bar(f"collecting {name}", site.data.examples, as_json) as progress:
-            batches = counted(batches_of(site, values["device"]), progress)
+            batches = batches_of(site, values["device"], progress)
             parts[name] = part_of(model, batches, form=form, transform=transform, hold_out=share, origin=site.origin,
                                   fresh=fresh)  # fmt: skip
-        tell_damaged(name, site.data.damaged)
+        tell_damaged(site)
     for name, found in doubts(parts).items():
         note(f"{name}: {found}; {told(found, site.data.labels)}")
     last = None if test is None else opened_site(asked, "test", test)
     with bar("scoring", last.data.examples if last else 0, as_json) as progress:
-        scored = None if last is None else counted(batches_of(last, values["device"]), progress)
+        scored = None if last is None else batches_of(last, values["device"], progress)
         trial = trial_of(model, parts, fresh, scored, seed)
     if as_json:
         print(json.dumps(_plain(trial)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ LISTED = 12  # classes of which all names are told
 class Site(NamedTuple):
     """The data of a site, and the model, cut with the first of them."""
 
+    name: str  # of the data
     data: SiteData
     model: Split
     fresh: bool  # whether the model's classifier is a new one, which knows nothing
@@ -85,7 +86,7 @@ def open_site(
             f"name the model's classes by --labels names.txt, or make a new head by --classes {found.classes}"
         )
     notes += [f"{data}: left out are {', '.join(map(str, found.left_out))}"] if found.left_out else []
-    return Site(found, cut, fresh, _order(data, found, named, cut.classes), tuple(notes))
+    return Site(data, found, cut, fresh, _order(data, found, named, cut.classes), tuple(notes))
 
 
 def _said(preparation: Preparation) -> str:
@@ -120,8 +121,3 @@ def _order(data: str, found: SiteData, named: Known | None, classes: int) -> str
 def rows_of(x: Any, rows: Tensor) -> Any:
     """Some examples among the inputs of a model."""
     return each(lambda value: value[rows], x)
-
-
-def batches_on(batches: Iterable[tuple[Any, Tensor]], device: str) -> Iterator[tuple[Any, Tensor]]:
-    """The batches, on a device."""
-    return ((each(lambda value: value.to(device), x), y.to(device)) for x, y in batches)
