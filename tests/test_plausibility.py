@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import unskew
+from unskew import plausibility
 from unskew.collecting import collect
 from unskew.evaluate import batches, score
-from unskew.plausibility import Watch, judged, told
+from unskew.plausibility import Tally, Watch, judged, tallied, told
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def judgements(federation, model, change):
     data = federation.data
     for rows in federation.clients:
         if len(rows) >= 20:
-            yield judged(score(model, (change(x, y) for x, y in batches(data, rows)), 10).confusion)
+            yield judged(Tally.of(score(model, (change(x, y) for x, y in batches(data, rows)), 10).confusion))
 
 
 def test_a_biased_head_raises_no_doubt(federation):
@@ -73,13 +74,13 @@ def test_inputs_prepared_otherwise_are_seen(federation, change):
     ],
 )
 def test_what_is_no_better_than_guessing(counts, doubtful):
-    assert judged(torch.tensor(counts)).doubtful == doubtful
+    assert judged(Tally.of(torch.tensor(counts))).doubtful == doubtful
 
 
 def test_two_classes_that_changed_places_are_seen_among_many_right_ones():
     counts = torch.diag(torch.full((10,), 30))
     counts = counts[[1, 0, *range(2, 10)]]
-    found = judged(counts)
+    found = judged(Tally.of(counts))
     assert found.doubtful
     assert (found.order[0], found.order[1], found.reordered) == (1, 0, 300)
     names = [f"c{number}" for number in range(10)]
@@ -91,18 +92,18 @@ def test_two_classes_that_changed_places_are_seen_among_many_right_ones():
 def test_the_order_of_a_cycle_is_the_one_that_the_model_needs():
     """Ants are taken for class 1, bees for class 2, cats for class 0."""
     counts = torch.tensor([[0, 40, 1], [2, 0, 30], [35, 0, 0]])
-    assert "in the order cat, ant, bee it would get 105" in told(judged(counts), ["ant", "bee", "cat"])
+    assert "in the order cat, ant, bee it would get 105" in told(judged(Tally.of(counts)), ["ant", "bee", "cat"])
 
 
 def test_classes_that_a_site_lacks_are_not_put_in_order():
     counts = torch.zeros(20, 20, dtype=torch.int64)
     counts[3, 5], counts[5, 3], counts[7, 7] = 40, 40, 40
-    text = told(judged(counts), [f"c{number}" for number in range(20)])
+    text = told(judged(Tally.of(counts)), [f"c{number}" for number in range(20)])
     assert "it would get 120 if classes had other numbers, c3 is 5, c5 is 3" in text
 
 
 def test_doubt_says_what_to_check():
-    text = told(judged(torch.tensor([[0, 0, 305], [0, 0, 0], [0, 0, 0]])), None)
+    text = told(judged(Tally.of(torch.tensor([[0, 0, 305], [0, 0, 0], [0, 0, 0]]))), None)
     assert "guessing gets about 102:" in text
     for word in ("--labels", "--mean", "--std", "--weights", "--layer"):
         assert word in text
@@ -114,5 +115,23 @@ def test_a_watch_counts_what_collect_passes_by():
     x, y = torch.randn(50, 4), torch.randint(3, (50,))
     watch = Watch(model.classifier, 3)
     stats = collect(model, zip(x.split(8), y.split(8), strict=True), 3, "pooled", "unit", watch=watch)
-    assert watch.scores.confusion.equal(score(model, [(x, y)], 3).confusion)
-    assert watch.scores.confusion.sum(1).equal(stats.count.long())
+    confusion = score(model, [(x, y)], 3).confusion
+    for part, expected in zip(watch.tally, Tally.of(confusion), strict=True):
+        assert part.equal(expected)
+    assert watch.tally.total.equal(stats.count.long())
+    twice = tallied([watch.tally, watch.tally])
+    assert twice.confusion.equal(2 * confusion)
+    assert (judged(twice).right, judged(twice).total) == (2 * int(confusion.diagonal().sum()), 100)
+
+
+def test_of_very_many_classes_no_matrix_is_made(monkeypatch):
+    monkeypatch.setattr(plausibility, "MATRIX", 2)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(5, 3)
+    watch, z, y = Watch(head, 3), torch.randn(300, 5), torch.zeros(300).long()
+    watch(z, y)
+    assert watch.tally.confusion is None
+    assert tallied([watch.tally]).confusion is None
+    right = int((head(z).argmax(1) == 0).sum())
+    assert (judged(watch.tally).right, judged(watch.tally).order) == (right, {})
+    assert judged(watch.tally).doubtful == (right < 110)

@@ -18,6 +18,7 @@ from unskew.errors import DataError, UsageError
 from unskew.heads import calibrate
 from unskew.models import Split
 from unskew.origin import Origin
+from unskew.plausibility import Tally
 from unskew.trials import Counts, Part, Trial, doubts, form_for, part_of, trial_of
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
@@ -154,7 +155,7 @@ def test_heads_are_those_of_what_is_not_held_out():
              for seed, name in enumerate("ab")}  # fmt: skip
     assert all(part.stats.count.sum() + len(part.y) == 60 for part in parts.values())
     whole = [collect(model, batches(seed), 3, "pooled") for seed in range(2)]
-    assert sum(part.confusion.sum() for part in parts.values()) == sum(site.count.sum() for site in whole) == 120
+    assert sum(part.tally.total.sum() for part in parts.values()) == sum(site.count.sum() for site in whole) == 120
     trial = trial_of(model, parts, test=batches(5))
     better = calibrate(model, [part.stats for part in parts.values()], "lda")
     with torch.no_grad():
@@ -186,6 +187,7 @@ def test_a_classifier_without_a_bias_and_forms_that_serve_none():
 def test_large_statistics_are_tried_in_the_pooled_form():
     assert form_for(10, 512) == "class"
     assert form_for(1000, 2048) == "pooled"
+    assert form_for(10, 512, sites=1000) == "pooled"
 
 
 def test_the_usual_calibrator_is_recommended_unless_another_is_plainly_better():
@@ -202,7 +204,9 @@ def test_a_site_that_the_head_has_forgotten_is_no_reason_for_doubt_among_others(
     ))  # fmt: skip
 
     def found(**confusions):
-        return doubts({name: Part(None, *empty, confusion) for name, confusion in confusions.items()})
+        return doubts(
+            {name: Part(None, *empty, None if each is None else Tally.of(each)) for name, each in confusions.items()}
+        )
 
     assert found(a=known, b=known, c=forgotten) == {}
     assert set(found(a=forgotten, b=forgotten)) == {"all sites"}

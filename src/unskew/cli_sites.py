@@ -113,7 +113,7 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
         check_free([out], force, inputs_of({**asked.values, "heads": heads}))
     from unskew.errands import scores_of
     from unskew.heads_file import answer_of, known_of_heads, read_heads
-    from unskew.plausibility import judged, told
+    from unskew.plausibility import Tally, judged, told
 
     values, hold_out = asked.values, given["hold_out"]
     if heads:
@@ -132,7 +132,7 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
         scores = scores_of(site, modules, hold_out or 0.0, values["device"], progress)
     tell_damaged(site)
     total = next(iter(scores.values())).confusion.sum(1)
-    if not heads and not site.fresh and (found := judged(scores["model"].confusion)).doubtful:
+    if not heads and not site.fresh and (found := judged(Tally.of(scores["model"].confusion))).doubtful:
         note(f"{site.name}: {found.right:,} of {found.total:,} are right; {told(found, site.data.labels)}")
     if out:
         right = {name: part.confusion.diagonal() for name, part in scores.items()}

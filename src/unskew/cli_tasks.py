@@ -152,7 +152,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
     for name in sites:
         site = opened_site(asked, "train", name)
         model, fresh = site.model, site.fresh
-        form = values["form"] or form_for(model.classes, model.dimension)
+        form = values["form"] or form_for(model.classes, model.dimension, len(sites))
         if not parts and not as_json:
             show(f"classes: {site.order}")
         with bar(f"collecting {name}", site.data.examples, as_json) as progress:

@@ -46,7 +46,7 @@ def collected(
                         held_out=hold_out, origin=site.origin, watch=watch).to("cpu")  # fmt: skip
     if not stats.count.sum() > 0:
         raise DataError(f"{site.name}: there are no examples")
-    return Collected(stats, None if watch is None else judged(watch.scores.confusion))
+    return Collected(stats, None if watch is None else judged(watch.tally))
 
 
 def scores_of(

@@ -15,29 +15,61 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unskew.evaluate import Scores, scored
-
 FEW = 10  # examples, below which nothing is doubted
 FAITH = 20  # examples of other classes from which on their answers count more than the belief that all are named alike
 NEAR, FAR = 2, 3  # standard deviations
 CLEAR = 2  # examples of a class that must be exceeded to say what it is taken for
 MENDED = 0.75  # of the mistakes, from which on another order of the classes explains them
+MATRIX = 4096  # classes up to which it is counted what is taken for what
 MOST = 12  # classes that are listed
+
+
+class Tally(NamedTuple):
+    """What a head says of examples, counted; those of several sites are added by `tallied`."""
+
+    right: Tensor  # (C,) examples of each class that it gets right
+    total: Tensor  # (C,) of each class
+    said: Tensor  # (C,) that it takes for each class
+    confusion: Tensor | None  # (C, C) true class, predicted class; None where classes are too many
+
+    @classmethod
+    def of(cls, confusion: Tensor) -> Tally:
+        """The tally of a confusion matrix."""
+        return cls(confusion.diagonal(), confusion.sum(1), confusion.sum(0), confusion)
+
+
+def tallied(parts: Sequence[Tally]) -> Tally:
+    """The sum of tallies."""
+    matrices = [part.confusion for part in parts if part.confusion is not None]
+    right, total, said = (torch.stack(values).sum(0) for values in zip(*(part[:3] for part in parts), strict=True))
+    return Tally(right, total, said, torch.stack(matrices).sum(0) if len(matrices) == len(parts) else None)
 
 
 class Watch:
     """Counts what a head says of the features that pass by: give it to `collect` as `watch`."""
 
     def __init__(self, head: nn.Module, classes: int) -> None:
+        zeros = torch.zeros(classes, dtype=torch.int64)
+        matrix = zeros.new_zeros(classes, classes) if classes <= MATRIX else None
         self.head, self.classes = head, classes
-        self.scores = Scores(torch.zeros(classes, classes, dtype=torch.int64))
+        self.tally = Tally(zeros, zeros.clone(), zeros.clone(), matrix)
 
     def __call__(self, z: Tensor, y: Tensor) -> None:
         """Score the features (n, d) of some examples with labels (n,)."""
         home = next(self.head.parameters()).device
         known = (y >= 0) & (y < self.classes)  # collect refuses the others
-        if known.any():
-            self.scores += scored(self.head(z[known.to(z.device)].to(home)), y[known].to(home), self.classes)
+        labels = y[known].cpu()
+        said = self.head(z[known.to(z.device)].to(home)).argmax(1).cpu()
+
+        def counts(values: Tensor) -> Tensor:
+            return torch.bincount(values, minlength=self.classes)
+
+        right, total, names, matrix = self.tally
+        right += counts(labels[said == labels])
+        total += counts(labels)
+        names += counts(said)
+        if matrix is not None:
+            matrix.view(-1).index_add_(0, labels * self.classes + said, torch.ones_like(labels))
 
 
 class Judgement(NamedTuple):
@@ -54,29 +86,28 @@ class Judgement(NamedTuple):
         return f"the old head gets {self.right:,} of {self.total:,} right"
 
 
-def judged(confusion: Tensor) -> Judgement:
-    """Judge a head by its counts of (true class, predicted class), (C, C).
+def judged(tally: Tally) -> Judgement:
+    """Judge a head by what it says of a site's examples.
 
     Guessing gets an example of class c right as often as examples of *other* classes are taken for c. Where a
     site has few of those, guessing is believed to name all classes alike. A head is doubtful if it lies within two
     standard deviations of guessing, and more than three below the middle between guessing and knowing all; or if
     another order of the classes would mend most of its mistakes.
 
-    >>> judged(torch.tensor([[30, 5], [20, 10]])).doubtful
+    >>> judged(Tally.of(torch.tensor([[30, 5], [20, 10]]))).doubtful
     False
-    >>> judged(torch.tensor([[2, 33], [29, 1]])).order
+    >>> judged(Tally.of(torch.tensor([[2, 33], [29, 1]]))).order
     {0: 1, 1: 0}
     """
-    counts = confusion.double()
-    classes, total = len(counts), float(counts.sum())
-    right, of_class, said = float(counts.diagonal().sum()), counts.sum(1), counts.sum(0)
-    taken = (said - counts.diagonal() + FAITH / classes) / (total - of_class + FAITH)  # of the others for each class
+    hits, of_class, said = (part.double() for part in tally[:3])
+    classes, total, right = len(hits), float(of_class.sum()), float(hits.sum())
+    taken = (said - hits + FAITH / classes) / (total - of_class + FAITH)  # of the others for each class
     share = float((of_class / max(total, 1)) @ taken)
     half = (1 + share) / 2
     lucky = total * share + NEAR * math.sqrt(total * share * (1 - share))
     decent = total * half - FAR * math.sqrt(total * half * (1 - half))
     guesses = total >= FEW and right <= lucky and right < decent
-    order, reordered = _reordered(confusion, guesses)
+    order, reordered = ({}, int(right)) if tally.confusion is None else _reordered(tally.confusion, guesses)
     return Judgement(int(right), int(total), total * share, guesses or bool(order), order, reordered)
 
 

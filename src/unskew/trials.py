@@ -19,14 +19,14 @@ from unskew.heads_file import OLD
 from unskew.models import Split, evaluating, linear
 from unskew.opening import rows_of
 from unskew.origin import Origin
-from unskew.plausibility import Judgement, Watch, judged
+from unskew.plausibility import Judgement, Tally, Watch, judged, tallied
 from unskew.running import Runner
 from unskew.selection import BEST, calibrator_of, calibrators, candidates
 from unskew.statistics import REDUCES, FeatureStats, added
 from unskew.statistics_file import size_of
 
 VIRTUAL = 50_000  # virtual features that CCVR draws in a trial, at most
-LARGEST = 2**30  # bytes of statistics of the class form, from which on a trial takes the pooled one
+LARGEST = 2**31  # bytes of all statistics of the class form, from which on a trial takes the pooled one
 
 Batches = Iterable[tuple[Any, Tensor]]
 
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     stats: FeatureStats  # of what is not held out
     z: Tensor  # (n, d) the features of what is
     y: Tensor  # (n,)
-    confusion: Tensor | None  # (C, C) of the old head on all of the site's examples; None: there is no old head
+    tally: Tally | None  # of the old head on all of the site's examples; None: there is no old head
 
 
 class Counts(NamedTuple):
@@ -79,9 +79,9 @@ class Trial(NamedTuple):
         return usual[0] if usual else best
 
 
-def form_for(classes: int, dimension: int) -> str:
-    """The form of statistics to try: the richest, unless it is very large."""
-    return "class" if 4 * classes * dimension * (dimension + 1) <= LARGEST else "pooled"
+def form_for(classes: int, dimension: int, sites: int = 1) -> str:
+    """The form of statistics to try: the richest, unless those of all sites are very large."""
+    return "class" if 4 * sites * classes * dimension * (dimension + 1) <= LARGEST else "pooled"
 
 
 def part_of(
@@ -108,20 +108,20 @@ def part_of(
     z, y = (
         map(torch.cat, zip(*aside, strict=True)) if aside else (torch.zeros(0, model.dimension), torch.zeros(0).long())
     )
-    return Part(stats, z, y, None if watch is None else watch.scores.confusion)
+    return Part(stats, z, y, None if watch is None else watch.tally)
 
 
 def doubts(parts: Mapping[str, Part]) -> dict[str, Judgement]:
     """What is odd about the old head: on all sites together, as "all sites", or else on those for which it knows the
     classes in another order. A class that it has forgotten is no reason for doubt where it knows others.
     """
-    held = {name: part.confusion for name, part in parts.items() if part.confusion is not None}
+    held = {name: part.tally for name, part in parts.items() if part.tally is not None}
     if not held:
         return {}
-    whole = judged(torch.stack(list(held.values())).sum(0))
+    whole = judged(tallied(list(held.values())))
     if whole.doubtful:
         return {"all sites": whole}
-    return {name: found for name, confusion in held.items() if (found := judged(confusion)).order}
+    return {name: found for name, tally in held.items() if (found := judged(tally)).order}
 
 
 def heads_of(
