@@ -174,6 +174,14 @@ def test_a_site_of_which_nothing_is_left_is_named():
         trial_of(model, parts)
 
 
+def test_something_must_be_held_out_or_tested(work):
+    answer = unskew("try", *MODEL, *MEAN, *STD, "--sites", "a", "b", "--hold-out", "0")
+    assert answer.code == 2
+    assert "hold out more, or give a test set (--test)" in answer.err
+    answer = done("try", *MODEL, *MEAN, *STD, "--sites", "a", "b", "--hold-out", "0", "--test", "test")
+    assert "Sites are scored on the 0 examples" not in answer.out
+
+
 def test_a_classifier_without_a_bias_and_forms_that_serve_none():
     torch.manual_seed(0)
     model = Split(nn.Sequential(nn.Flatten(), nn.Linear(36, 12)), nn.Linear(12, 3, bias=False))

@@ -186,7 +186,7 @@ def _show_trial(trial: Trial, test: str | None, share: float) -> None:
     heads = trial.whole.right
     first = [f"{test} (%)"] if test else ["all sites (%)"]
     table = table_of("head", *first, *([f"{name} (%)" for name in names] if few else ["lowest site (%)"]),
-                     "a site sends", title=None)  # fmt: skip
+                     "a site sends")  # fmt: skip
     for head in heads:
         own = [100 * counts.accuracy(head) if counts.total else None for counts in trial.sites.values()]
         known = [value for value in own if value is not None]
@@ -198,22 +198,28 @@ def _show_trial(trial: Trial, test: str | None, share: float) -> None:
         )  # fmt: skip
     show(table)
     held = sum(counts.total for counts in trial.sites.values())
-    show(f"Sites are scored on the {held:,} examples that they hold out, a share of {share:g}"
-         + (f"; {test} has {trial.whole.total:,}." if test else "."))  # fmt: skip
+    on = [f"Sites are scored on the {held:,} examples that they hold out, a share of {share:g}"] if held else []
+    show("; ".join(on + ([f"{test} has {trial.whole.total:,} examples"] if test else [])) + ".")
     for name, why in trial.failed.items():
         note(f"{name} makes no head: {why}")
-    best = trial.best
-    after = trial.whole.accuracy(best)
-    error = 100 * (after * (1 - after) / max(trial.whole.total, 1)) ** 0.5
-    told = f"{100 * after:.1f} % (standard error {error:.1f})"
-    if OLD not in heads:
-        show(f"{best} makes a new head that gets {told} right, for {size(trial.bytes[best])} a site.")
-    elif heads[best] > heads[OLD]:
-        before = trial.whole.accuracy(OLD)
-        show(f"{best} lifts {100 * before:.1f} % by {100 * (after - before):.1f} points to {told}, for "
-             f"{size(trial.bytes[best])} a site.")  # fmt: skip
-    else:
-        show("No calibrator is better than the head as it is: keep it.")
+    show(_verdict(trial))
+
+
+def _verdict(trial: Trial) -> str:
+    """What it comes to."""
+    from unskew.heads_file import OLD
+
+    best, whole = trial.best, trial.whole
+    after = whole.accuracy(best)
+    error = (after * (1 - after) / max(whole.total, 1)) ** 0.5
+    reached = f"{100 * after:.1f} % (standard error {100 * error:.1f})"
+    sent = f"for {size(trial.bytes[best])} a site"
+    if OLD not in whole.right:
+        return f"{best} makes a new head that gets {reached} right, {sent}."
+    before = whole.accuracy(OLD)
+    if after <= before:
+        return "No calibrator is better than the head as it is: keep it."
+    return f"{best} lifts {100 * before:.1f} % by {100 * (after - before):.1f} points to {reached}, {sent}."
 
 
 def _show_next(asked: Asked, trial: Trial) -> None:

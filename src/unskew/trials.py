@@ -192,7 +192,10 @@ def trial_of(
 
     held = {name: counts_on(heads, [(part.z.to(home), part.y.to(home))]) for name, part in sites.items()}
     sizes = {name: max(size_of(part.stats.reduced(form)) for part in sites.values()) for name, form in forms.items()}
-    return Trial(held, None if test is None else counts_on(heads, features()), forms, sizes, failed)
+    trial = Trial(held, None if test is None else counts_on(heads, features()), forms, sizes, failed)
+    if not trial.whole.total:
+        raise UsageError("there are no examples to score heads on: hold out more, or give a test set (--test)")
+    return trial
 
 
 def _alike(sites: Mapping[str, Part]) -> list[FeatureStats]:
