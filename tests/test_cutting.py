@@ -231,6 +231,14 @@ def test_a_layer_under_two_names_whose_weight_is_made_of_others() -> None:
     torch.testing.assert_close(module(VECTORS), net(VECTORS))
 
 
+def test_weights_that_are_not_made_yet_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.LazyLinear(3))
+    with pytest.raises(UsageError, match=r"weights that are not made yet: 1\.weight, 1\.bias\. Run it on an input"):
+        split(module, VECTORS)
+    module(VECTORS)
+    assert split(module, VECTORS).layer == "1"
+
+
 def test_what_can_not_be_copied_is_refused() -> None:
     with pytest.warns(FutureWarning):
         module = nn.utils.weight_norm(nn.Linear(4, 3))

@@ -121,6 +121,16 @@ def test_an_ending_is_cut_through_and_a_new_head_put_back(name: str, tmp_path: P
     torch.testing.assert_close(ended(again)(x), module(x), rtol=1e-4, atol=1e-5)
 
 
+def test_several_layers_by_the_name_that_a_cut_has() -> None:
+    module = two(lambda a, b: a + b)
+    for layer in ("first+second", "first", "second"):
+        assert split(module, VECTORS, layer).layer == "first+second"
+    with pytest.raises(UsageError, match=r"layer is 'first\+second', several layers.*with an example: give one"):
+        split(module, layer="first+second")
+    with pytest.raises(UsageError, match=r"unknown layer 'first\+third'"):
+        split(module, VECTORS, "first+third")
+
+
 def test_a_head_of_other_classes_is_put_back_into_all_layers() -> None:
     for module, example in ((two(lambda a, b: a + b), VECTORS), (convolved(POOL, nn.Flatten()), IMAGES)):
         cut = split(module, example)
@@ -208,7 +218,7 @@ def test_cosines_are_refused_with_the_lines_of_a_split_that_gives_them() -> None
 # -------- Several outputs --------
 
 
-@dataclass
+@dataclass(slots=True)
 class Fields:
     boxes: Tensor
     classes: Tensor
@@ -330,15 +340,16 @@ class Squeezing(nn.Module):
         super().__init__()
         self.conv, self.pool, self.last, self.late = nn.Conv2d(3, 5, 3), nn.AdaptiveAvgPool2d(1), last, late
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> dict[str, Any]:
         x = self.pool(self.conv(x))
-        return self.last(x).squeeze() if self.late else self.last(x.squeeze())
+        logits = self.last(x).squeeze() if self.late else self.last(x.squeeze())
+        return {"loss": None, "logits": logits}
 
 
 @pytest.mark.parametrize("module", [Squeezing(nn.Linear(5, 4), False), Squeezing(nn.Conv2d(5, 4, 1), True)])
 def test_a_module_that_drops_the_axis_of_one_example(module: nn.Module) -> None:
     cut = split(module.eval(), IMAGES[:1])
-    torch.testing.assert_close(cut(IMAGES), module(IMAGES))
+    torch.testing.assert_close(cut(IMAGES), module(IMAGES)["logits"])
     y = torch.tensor([0, 1, 3])
     apart = unskew.collect(cut, [(IMAGES[:2], y[:2]), (IMAGES[2:], y[2:])], 4)
     whole = unskew.collect(cut, [(IMAGES, y)], 4)

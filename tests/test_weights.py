@@ -114,6 +114,14 @@ def test_what_was_done_to_the_names_is_said(tmp_path: Path, caplog: pytest.LogCa
         assert all(words in caplog.text for words in says)
 
 
+def test_weights_of_what_is_inside_a_wrapper(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net, outer = Net(), nn.ModuleDict({"learner": nn.ModuleDict({"net": Net()})})
+    save_weights(tmp_path / "net.safetensors", net.state_dict())
+    load_weights(outer, tmp_path / "net.safetensors")
+    assert same(outer["learner"]["net"], net)
+    assert "its weights are those of 'learner.net' in the model" in caplog.text
+
+
 def test_weights_that_are_there_several_times_are_refused(tmp_path: Path) -> None:
     tree = Net().state_dict()
     torch.save({"teacher": tree, "student": tree}, tmp_path / "sets.pt")

@@ -33,7 +33,7 @@ from unskew.endings import (
 )
 from unskew.errors import UsageError, lookup
 from unskew.features import Features, Tap, check_again
-from unskew.models import Split, linear, linear_of
+from unskew.models import Split, check_made, linear, linear_of
 from unskew.programs import split_program
 from unskew.running import examples_in, in_type_of, twice
 
@@ -85,10 +85,15 @@ def split(module: nn.Module | ExportedProgram, example: Any = None, layer: str |
     if example is None:
         assert layer is not None
         assert wanted is not None
+        if "+" in layer and layer not in dict(copied.named_modules(remove_duplicate=False)):
+            raise UsageError(
+                f"layer is {layer!r}, several layers, and how they are added is seen with an example: give one"
+            )
         ending = Ending((Part(layer, matrix(wanted).shape[1]),))
     else:
         run = seen(copied, example)
-        if examples_in(example) == 1 and all(getattr(value, "ndim", 2) != 2 for value in outputs(run.output).values()):
+        shapes = [value.shape for value in outputs(run.output).values() if isinstance(value, Tensor)]
+        if examples_in(example) == 1 and all(len(shape) != 2 for shape in shapes):
             example = twice(example)  # a batch of one, whose axis the module drops
             run = seen(copied, example)
         ending = found(run, wanted)
@@ -158,6 +163,7 @@ def _checked(module: nn.Module | ExportedProgram) -> nn.Module:
         if not isinstance(module, ExportedProgram):
             raise UsageError(f"can't cut {type(module).__name__}: give an nn.Module, or a program of torch.export")
         return module.module()
+    check_made(module)
     scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     if scripted:
         told = f", or has parts that are: {scripted[0]}" if scripted[0] else ""
@@ -170,9 +176,12 @@ def _checked(module: nn.Module | ExportedProgram) -> nn.Module:
 
 
 def _named(module: nn.Module, layer: str) -> Layer:
-    """The linear layer of this name, or a refusal that says which there are."""
+    """The linear layer of this name, or a refusal that says which there are; of several, joined by +, the first."""
     parts = dict(module.named_modules(remove_duplicate=False))
     table = {name: part for name, part in parts.items() if is_linear(part)}
+    several = layer.split("+")
+    if layer not in parts and len(several) > 1 and all(name in table for name in several):
+        return table[several[0]]
     if not table:
         raise refusal(module, f"it has no nn.Linear at all, and so none of the name {layer!r}")
     if layer in parts and layer not in table:

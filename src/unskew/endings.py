@@ -73,7 +73,9 @@ def outputs(value: Any) -> dict[Path, Any]:
         entries = dict(value)
     elif isinstance(value, tuple | list):
         entries = dict(enumerate(value))
-    elif dataclasses.is_dataclass(value) or (hasattr(value, "logits") and hasattr(value, "__dict__")):
+    elif dataclasses.is_dataclass(value):
+        entries = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "logits") and hasattr(value, "__dict__"):
         entries = vars(value)
     else:
         return {(): value}
@@ -281,7 +283,7 @@ def _beyond(run: Seen, layer: Layer) -> UsageError:
     """The refusal of what follows a layer."""
     why = f"its output comes after {run.told(layer)} through something else; {run.end}"
     if isinstance(layer, nn.Linear) and run.answers[layer].ndim > 2:
-        why += ". Where that chooses among words, give an example of several words"
+        return refusal(run.module, f"{why}. Where that chooses among words, give an example of several words")
     lines = recipe(run.module, f"return unskew.split(net, layer={run.names[layer]!r})  # by its name: unchecked")
     return refusal(run.module, why, f"To predict by that layer alone, without what follows it:\n{lines}")
 

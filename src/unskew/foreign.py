@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from unskew.errors import COUNT, DataError, UsageError, check_number, one_line
-from unskew.models import networks
+from unskew.models import check_made, networks
 from unskew.specs import called, converted, defaults_of, is_own, own, parse
 from unskew.weights import few, is_script, quiet_transformers
 
@@ -74,6 +74,7 @@ def load_module(spec: str, classes: int | None = None, trust: bool = False) -> n
     module = called("model", spec, function, **given)
     if not isinstance(module, nn.Module):
         raise UsageError(f"model is {spec!r}: it returned {type(module).__name__}, not an nn.Module")
+    check_made(module)
     return module
 
 

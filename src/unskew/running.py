@@ -129,11 +129,13 @@ class Runner:
             answer = self._answer(x, examples)
         except UsageError:  # a program may be made for batches of one size
             return
-        largest = max(_largest(value) for value in (answer, expected, all_answers))
-        apart = _largest(answer.double() - expected.double()) if answer.shape == expected.shape else 0.0
-        if not apart > APART[expected.dtype] * largest:
+        if answer.shape != expected.shape:
             return
-        if _largest(answer.double() - self._answer(x, examples).double()) > APART[expected.dtype] * largest:
+        largest = max(_largest(value) for value in (answer, expected, all_answers))
+        apart, bound = _largest(answer, expected), APART[expected.dtype] * largest
+        if not apart > bound:
+            return
+        if _largest(answer, self._answer(x, examples)) > bound:
             raise UsageError(
                 f"{self.name} answers the same input differently each time, by {apart / largest:.0%}: something in it "
                 "is random in eval mode too, as F.dropout(x) is without training=self.training. Mend that first"
@@ -145,9 +147,10 @@ class Runner:
         )
 
 
-def _largest(answers: Tensor) -> float:
-    """The largest norm of a row."""
-    return float(answers.double().norm(dim=1).max())
+def _largest(answers: Tensor, less: Tensor | None = None) -> float:
+    """The largest norm of a row, or of what lies between two."""
+    exact = answers.cpu().double()  # not all devices have float64
+    return float((exact if less is None else exact - less.cpu().double()).norm(dim=1).max())
 
 
 def _rows(x: Any, row: int, examples: int) -> Any:

@@ -16,7 +16,7 @@ import sys
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ def is_safetensors(path: Path) -> bool:
             return file.read(9)[8:] == b"{"  # behind the length of the header
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
+    except IsADirectoryError:
+        raise DataError(
+            f"{path}: can't be read, since it is a folder: give a file in it or, if transformers wrote it, "
+            f"--model transformers:{path}"
+        ) from None
     except OSError as error:
         raise DataError(f"{path}: can't be read ({error.strerror})") from None
 
@@ -135,6 +140,12 @@ def renamed(module: nn.Module, tree: Tree, path: str | Path) -> Tree:
     tree = _with_names(tree, {name: names.get(name, name) for name in tree})
     if _lacking(own, tree):
         tree = _with_names(tree, _unprefixed(own, tree, path))
+    if _lacking(own, tree):
+        inside = _common(own)
+        within = {f"{inside}.{name}": value for name, value in tree.items()}
+        if inside and not _lacking(own, within):
+            log.warning("%s: its weights are those of %r in the model", path, inside)
+            tree = within
     if _lacking(own, tree):  # a DenseNet's names of 2017
         older = {name: re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2.", name) for name in tree}
         tree = _with_names(tree, older)
@@ -164,6 +175,16 @@ def _lacking(own: Mapping[str, Tensor], tree: Mapping[str, Tensor]) -> list[str]
     """The names of a module that weights lack; of weights that several names share, one is enough."""
     there = {id(value) for name, value in own.items() if name in tree}
     return [name for name, value in own.items() if id(value) not in there and not _counter(name)]
+
+
+def _common(names: Iterable[str]) -> str:
+    """The part that all of a module's tensors are in."""
+    common = []
+    for words in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(words)) > 1:
+            break
+        common.append(words[0])
+    return ".".join(common)
 
 
 def _counter(name: str) -> bool:
