@@ -3,6 +3,7 @@ otherwise.
 """
 
 import json
+import runpy
 
 import numpy as np
 import pytest
@@ -195,7 +196,27 @@ def test_an_exported_program_can_prepare_pixels(work):
     torch.testing.assert_close(whole(torch.from_numpy(x)[:, None]), bare(prepared(x)), rtol=1e-3, atol=1e-3)
     answer = unskew("calibrate", *MODEL, "--stats", "a.stats", "--out", "c.safetensors", "--export-preparation")
     assert answer.code == 2
-    assert "--export" in answer.err
+    assert "--export-preparation is about the program of --export" in answer.err
+    (work / "mine.py").write_text(
+        "import torch\ndef batches():\n    yield torch.randn(30, 1, 6, 6), torch.arange(30) % 3\n"
+    )
+    done("stats", *MODEL, "--data", "mine.py:batches", "--out", "mine.stats")
+    whole = ("--export", "mine.pt2", "--export-preparation", "--out", "mine.safetensors")
+    answer = unskew("calibrate", *MODEL, "--stats", "mine.stats", *whole)
+    assert "which a loader has prepared: export without it" in answer.err
+    assert not (work / "mine.safetensors").exists()
+
+
+def test_a_program_prepares_pixels_for_a_model_in_another_type(work):
+    (work / "wide.py").write_text("from net import build as narrow\ndef build():\n    return narrow().double()\n")
+    model = ("--model", "wide.py:build", *MODEL[2:])
+    done("stats", *model, *LABELS, "--data", "a", *MEAN, *STD, "--out", "a.stats")
+    done("calibrate", *model, "--stats", "a.stats", "--export", "whole.pt2", "--export-preparation", "--out", "w.st")
+    x, _ = pixels(20, 9)
+    net = runpy.run_path("net.py")["build"]().double()
+    net.load_state_dict(load_file("w.st"))
+    logits = torch.export.load("whole.pt2").module()(torch.from_numpy(x)[:, None])
+    torch.testing.assert_close(logits, net(prepared(x).double()), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("change", [{"preparation": "whatever"}, {"labels": "abc"}, {"inputs": "all"}, {"labels": [1]}])

@@ -86,8 +86,9 @@ def calibrate(
     import torch
 
     from unskew.heads import with_classifier
-    from unskew.heads_file import write_heads, write_model, write_program
+    from unskew.heads_file import program_of, write_heads, write_model
     from unskew.models import linear
+    from unskew.programs import exported
     from unskew.selection import calibrator_of, candidates
     from unskew.statistics import REDUCES
     from unskew.statistics_file import head_of, load, save, total_of
@@ -142,12 +143,13 @@ def calibrate(
     name, new = _validated(heads, validate, model, mix, summed) if heads else (wanted.name, made(calibrator))
     better = with_classifier(model, new).to("cpu")
     source = heads or f"{len(kept)} file{'s' if len(kept) > 1 else ''} and {int(summed.count.sum()):,} examples"
+    program = program_of(better, summed.origin, export_preparation) if export else None
     if out:
         told = write_model(out, better, module, name, summed)
         show(f"{out}: the weights with the head of {name}, from {source}; {told}")
-    if export:
-        takes = write_program(export, better, summed.origin, export_preparation)
-        show(f"{export}: a torch.export program with the head of {name}, from {source}; {takes}")
+    if export and program:
+        exported(program.module, program.example, export)
+        show(f"{export}: a torch.export program with the head of {name}, from {source}; {program.takes}")
     if not heads:
         doubt = "this head" if fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")

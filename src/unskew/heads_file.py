@@ -28,7 +28,6 @@ from unskew.inputs import parsed, stand_in
 from unskew.models import Split, linear, linear_of, networks
 from unskew.origin import Origin
 from unskew.preparation import PIXELS, Preparation, as_module
-from unskew.programs import exported
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
 from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
@@ -189,8 +188,16 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     return "it loads in plain torch: model.load_state_dict(safetensors.torch.load_file(path))"
 
 
-def write_program(path: Path, model: Split, origin: Origin, prepared: bool = False) -> str:
-    """Write a calibrated model as a program of torch.export; says what it takes.
+class Program(NamedTuple):
+    """A model that can be exported by `programs.exported`."""
+
+    module: nn.Module
+    example: Any
+    takes: str  # what it takes, in words
+
+
+def program_of(model: Split, origin: Origin, prepared: bool = False) -> Program:
+    """A calibrated model as it is to be exported.
 
     If it is to be `prepared`, the part of the preparation that works on tensors goes in front: then the program takes
     pixels 0..255, or other values as the data have them, in the sizes that the model takes.
@@ -201,8 +208,8 @@ def write_program(path: Path, model: Split, origin: Origin, prepared: bool = Fal
             "row for each example: export it in Python, with programs.exported(model, example, path)"
         )
     if not prepared:
-        exported(model, stand_in(origin.inputs), path)
-        return f"it takes {origin.inputs}, prepared{_as(origin.preparation)}"
+        said = "" if origin.preparation is None else f", prepared as in the statistics ({origin.preparation})"
+        return Program(model, stand_in(origin.inputs), f"it takes {origin.inputs}{said}")
     parts = parsed(origin.inputs)
     if origin.preparation is None or len(parts) != 1 or parts[0].name:
         raise UsageError(
@@ -211,15 +218,24 @@ def write_program(path: Path, model: Split, origin: Origin, prepared: bool = Fal
         )
     preparation = Preparation.parse(origin.preparation)
     pixels = preparation.numbers == PIXELS
+    module = nn.Sequential(as_module(preparation), InType(parts[0].dtype), model)
     example = stand_in(origin.inputs).to(torch.uint8 if pixels else torch.float32)
-    exported(nn.Sequential(as_module(preparation), model), example, path)
     sizes = ",".join(map(str, parts[0].sizes))
     scaled = any((preparation.image_size, preparation.resize, preparation.crop))
-    return f"it takes {'uint8' if pixels else 'float32'}[{sizes}]" + (", scaled and cut out already" if scaled else "")
+    cut = ", scaled and cut out already" if scaled else ""
+    return Program(module, example, f"it takes {'uint8' if pixels else 'float32'}[{sizes}]{cut}")
 
 
-def _as(preparation: str | None) -> str:
-    return "" if preparation is None else f" as in the statistics ({preparation})"
+class InType(nn.Module):
+    """Numbers in the type that a model takes."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.dtype: torch.dtype = getattr(torch, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same numbers."""
+        return x.to(self.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- candidates
