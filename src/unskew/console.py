@@ -58,9 +58,11 @@ def table_of(first: str, *columns: str, title: str | None = None) -> Table:
     return Table([Column(first, False), *map(Column, columns)], title)
 
 
-def show(thing: str | Table = "") -> None:
-    """Print for people; brackets and colons in names mean nothing special. A pipe gets its lines whole."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def show(thing: str | Table = "", whole: bool = False) -> None:
+    """Print for people; brackets and colons in names mean nothing special. A pipe gets its lines whole, and a terminal
+    those that are to be copied, such as commands.
+    """
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not whole else None
     for part in parts_of(thing, width) if isinstance(thing, Table) else [thing]:
         text = isinstance(part, str)
         console = Console(highlight=False, markup=False, emoji=False, width=width if text and width else ENDLESS)

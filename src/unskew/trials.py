@@ -71,11 +71,14 @@ class Trial(NamedTuple):
 
     @property
     def best(self) -> str:
-        """The new head that gets most right; the one that `auto` takes, if it is within a standard error of that."""
+        """The new head that gets most right; the one that `auto` takes, if it is within a standard error of that, and
+        better than the old one.
+        """
         total, right = self.whole
         best = max(self.forms, key=right.__getitem__)
         error = math.sqrt(right[best] * (1 - right[best] / max(total, 1)))
-        usual = [name for name in BEST.values() if name in self.forms and right[name] >= right[best] - error]
+        usual = [name for name in BEST.values() if name in self.forms and right[name] >= right[best] - error
+                 and right[name] > right.get(OLD, -1)]  # fmt: skip
         return usual[0] if usual else best
 
 
