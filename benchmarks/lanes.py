@@ -179,9 +179,9 @@ def main() -> None:
     given = parser.parse_args()
     data = images(given.data, given.classes).to(given.device)
 
-    def run_of(seed: int, cut: Partition, clients: int = 10, **options: int) -> Training:
+    def run_of(seed: int, cut: Partition, **options: int) -> Training:
         model = build(given.model, data.classes, 3, 32, given.norm, torch.Generator().manual_seed(seed))
-        algorithm = METHODS[given.method](clients) if given.method == "scaffold" else METHODS[given.method]()
+        algorithm = METHODS[given.method]()
         options = {"rounds": given.rounds, "epochs": given.epochs, **options}
         return Training(model, federate(data, cut, seed), algorithm, batch=64, augment=True, seed=seed, **options)
 
@@ -191,7 +191,7 @@ def main() -> None:
         if given.command == "clients":
             for count in map(int, given.clients.split(",")):
                 print(f"{precision}, {count} clients", flush=True)
-                run = run_of(0, iid(count), count, steps=given.total // count, rounds=2)
+                run = run_of(0, iid(count), steps=given.total // count, rounds=2)
                 measure_training([run], given, precision)
             continue
         alphas = [float(alpha) for alpha in given.alphas.split(",")]

@@ -36,7 +36,7 @@ def fedexp(eps: float = 1e-3) -> Algorithm:
 
 
 def clipped(base: Algorithm, norm: float = 1.0) -> Algorithm:
-    """Shorten each client's gradient to this norm, after all that the base does to it."""
+    """Shorten each client's gradient to this norm, after all that the base does to it but for a proximal term."""
 
     def correct(grads, params, context):
         grads = base.correct(grads, params, context)

@@ -48,7 +48,7 @@ PRODUCT = {
     "fedavg": fedavg(), "fedavg-equal": fedavg("equal"), "fedprox": fedprox(0.1), "fedavgm": fedavgm(0.5),
     "clsprox": clsprox(0.1), "fedprox-m": server(fedprox(0.1), momentum(0.3)), "fedopt": fedopt(0.9, 0.3),
     "fedadam": fedadam(0.02), "fedyogi": fedyogi(0.02), "fedadagrad": fedadagrad(0.02), "fednova": fednova(),
-    "scaffold": scaffold(3), "moon": moon(1.0, 0.5), "feddyn": feddyn(0.1, 3),
+    "scaffold": scaffold(), "moon": moon(1.0, 0.5), "feddyn": feddyn(0.1),
 }  # fmt: skip
 
 PAPERS = ("fedavg", "fedprox", "fednova", "fedopt", "fedavgm", "moon", "scaffold")  # bases of the papers' tables
@@ -65,12 +65,18 @@ COMPOSED = {
 }
 
 ODD = {
-    "scaffold, server of two states": server(scaffold(3), momentum_of_absolutes()),
+    "scaffold, server of two states": server(scaffold(), momentum_of_absolutes()),
     "proximal moon, frozen head": frozen_head(proximal(moon(1.0, 0.5), 0.1)),
     "gradients clipped": replace(
         fedavg(), correct=lambda grads, params, context: each(lambda g: g.clamp(-0.1, 0.1), grads)
     ),
     "fednova, in turns": alternating(fednova(), 0.3),
+    "scaffold-equal": scaffold("equal"),
+    "fednova, proximal": proximal(fednova(), 1.0),
+    "fednova, proximal head": proximal(fednova(), 1.0, only=head),
+    "fednova, proximal twice, in turns": alternating(proximal(proximal(fednova(), 0.5), 1.0, only=head), 0.5),
+    "scaffold, proximal": proximal(scaffold(), 1.0),
+    "feddyn, proximal": proximal(feddyn(0.1), 0.5),
 }
 
 METHODS = {**PRODUCT, **COMPOSED, **ODD}

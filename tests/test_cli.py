@@ -404,7 +404,6 @@ def test_every_method_has_one_line_with_its_source_and_its_options() -> None:
         assert piece.about in line
         assert piece.source in line
         assert all(f"{option}=" in line for option in piece.options)
-    assert "population=--clients" in "\n".join(lines)
     assert "lr=--lr" in unskew("list", "personal").out
 
 

@@ -268,7 +268,8 @@ def test_heads_are_made_without_what_is_held_out_from_any_form(work, form):
     assert answer.code == 0, answer.err
     assert "of the rest the form none is known" in answer.err
     total = FeatureStats.load(files[0]) + FeatureStats.load(files[1]) + FeatureStats.load(files[2])
-    rest = (total.first - total.held_out.first) / (total.count - total.held_out.count)[:, None]
+    held = total.held_out
+    rest = (total.cross - held.cross).T / (total.count - held.count)[:, None]
     assert load_file("h.safetensors")["ncm/weight"] == pytest.approx((rest - rest.mean(0)).numpy(), abs=1e-4)
 
 
@@ -425,7 +426,9 @@ def test_held_out_parts_choose_the_ridge(work):
     assert all(20 < head_of(work / path).held_out < 40 for path in files)
     answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors", "--calibrator", "ffc:choose=true")
     assert answer.code == 0, answer.err
-    assert re.search(r"note: ridge=\S+, by the squared error on \d+ held-out examples", answer.err)
+    assert re.search(
+        r"note: ridge=\S+ of each feature.s own squares, by the squared error on \d+ held-out examples", answer.err
+    )
     assert accuracy("x.safetensors") > accuracy("global.safetensors") + 0.2
     answer = unskew("evaluate", *MODEL, "--data", "site_0.npz", "--hold-out", "0.25", "--json")
     assert json.loads(answer.out)["model"]["examples"] == head_of(work / files[0]).held_out

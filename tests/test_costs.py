@@ -45,7 +45,7 @@ def test_a_head_that_nobody_trains_never_travels():
 def test_what_stays_at_home_never_travels_and_variates_do():
     at_home = traffic(toy_model("batch"), keep_local(fedavg(), body))
     assert not any("features" in name for tree in at_home for name in tree)
-    plain, controlled = (traffic(toy_model(), method) for method in (fedavg(), scaffold(3)))
+    plain, controlled = (traffic(toy_model(), method) for method in (fedavg(), scaffold()))
     assert controlled.in_papers() == tuple(2 * size for size in plain.in_papers())
     assert traffic(toy_model(), fedadam()).bytes() == plain.bytes()  # the server's moments stay there
 

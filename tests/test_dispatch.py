@@ -14,7 +14,7 @@ from torch import nn
 from conftest import toy_data, toy_model
 from methods import METHODS, PRODUCT, model_for
 from test_equivalence import gap
-from unskew.algorithms import fedavg, fedavgm, fednova, fedprox, keep_local, moon, scaffold
+from unskew.algorithms import fedavg, fedavgm, feddyn, fednova, fedprox, keep_local, moon, scaffold
 from unskew.data import dataset
 from unskew.dispatch import check_shareable, program, train_on_lanes
 from unskew.engine import sequential
@@ -104,12 +104,15 @@ def test_runs_of_any_shape_equal_sequential(data):
 
 
 def test_methods_of_one_step_share_lanes(ragged):
-    """FedAvg, FedAvgM and FedNova differ on the server alone; FedProx and MOON in numbers."""
+    """FedAvg, FedAvgM and FedNova differ on the server alone, SCAFFOLDs in weights, the others in numbers."""
     given = {"rounds": 2, "epochs": 2, "batch": 8, "lr": 0.05}
     for methods in (
         [fedavg(), fedavgm(0.5), fednova(), fedavg("equal")],
-        [fedprox(0.1), fedprox(1.0), fedprox(0.1, fednova())],
+        [fedprox(0.1), fedprox(1.0), fedprox(0.1, fednova()), fedprox(1.0, fednova())],
         [moon(1.0, 0.5), moon(5.0, 0.1)],
+        [scaffold(), scaffold("equal")],
+        [fedprox(0.1, scaffold()), fedprox(1.0, scaffold("equal"))],
+        [feddyn(0.1), feddyn(1.0)],
         [keep_local(fedavg(), body), keep_local(fedavgm(0.5), body)],
     ):
         runs = [Training(toy_model("batch"), ragged, method, **given, schedule=cosine()) for method in methods]
@@ -132,11 +135,13 @@ def test_runs_of_other_programs_are_refused(ragged):
         return Training(model, federation, method, **{"rounds": 1, "batch": 8, **options})
 
     own = replace(fedavg(), correct=lambda grads, params, context: grads)
+    pulled = replace(fedavg(), pull=lambda name, context: 0.1)
     keeps = replace(fedavg(), enroll=lambda params, model: dict(params))  # the same step, but a memory
     other = Federation(toy_data(), ragged.clients)
     for run, message in (
         (run_of(fedprox(0.1)), "the same local step"),
         (run_of(own), "the same local step"),
+        (run_of(pulled), "the same local step"),
         (run_of(keeps), "the same local step"),
         (run_of(model=toy_model("group")), "the same network"),
         (run_of(batch=4), "the same batch and augmentation"),
@@ -150,9 +155,9 @@ def test_runs_of_other_programs_are_refused(ragged):
 
 def test_runs_on_lanes_go_on_after_a_stop(ragged):
     def runs():
-        return [Training(toy_model("batch"), ragged, scaffold(3), rounds=n, batch=8, seed=n) for n in (3, 4)]
+        return [Training(toy_model("batch"), ragged, scaffold(), rounds=n, batch=8, seed=n) for n in (3, 4)]
 
-    shared = scaffold(3)
+    shared = scaffold()
     made = [replace(run, algorithm=shared) for run in runs()]
     whole = [[], []]
     for number, round in train_on_lanes(made, lanes=3):
@@ -203,7 +208,7 @@ def test_too_little_memory_halves_the_lanes(ragged, monkeypatch):
         take(self, size, times)
 
     monkeypatch.setattr(Lanes, "take", limited)
-    runs = [Training(toy_model("batch"), ragged, scaffold(3), rounds=3, batch=8, seed=seed) for seed in range(2)]
+    runs = [Training(toy_model("batch"), ragged, scaffold(), rounds=3, batch=8, seed=seed) for seed in range(2)]
     runs = [replace(run, algorithm=runs[0].algorithm) for run in runs]
     with pytest.warns(UserWarning, match="out of memory: going on with 2 lanes"):
         rounds = list(train_on_lanes(runs, lanes=5))
@@ -244,7 +249,7 @@ def spread(rank, folder):
 def spread_runs():
     parts = (torch.arange(0, 20), torch.arange(20, 25), torch.arange(25, 60))
     federation, options = Federation(toy_data(), parts), {"rounds": 3, "batch": 8, "lr": 0.05, "epochs": 2}
-    for method in (scaffold(3), keep_local(moon(), body), fednova()):
+    for method in (scaffold(), keep_local(moon(), body), fednova()):
         yield [Training(toy_model("batch"), federation, method, **options, seed=seed) for seed in range(3)]
 
 
@@ -316,7 +321,11 @@ def test_a_precision_that_is_none(ragged):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("method", [scaffold(3), moon(projection=False)], ids=["scaffold", "moon"])
+@pytest.mark.parametrize(
+    "method",
+    [scaffold(), moon(projection=False), fedprox(1.0, fednova())],
+    ids=["scaffold", "moon", "fednova, proximal"],
+)
 def test_compiled_lanes_on_a_gpu_equal_sequential_on_a_cpu(method):
     data = toy_data()
     parts = (torch.arange(0, 20), torch.arange(20, 25), torch.arange(25, 60))

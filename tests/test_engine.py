@@ -208,7 +208,7 @@ def test_the_server_s_own_state_is_not_sent(ragged):
         seen.append(set(context.state))
         return grads
 
-    method = server(replace(scaffold(3), correct=correct), momentum(0.5))
+    method = server(replace(scaffold(), correct=correct), momentum(0.5))
     list(train(toy_model(), ragged, method, rounds=1, batch=8, engine=sequential))
     assert all(seen)
     assert not any(name.startswith("server/") for names in seen for name in names)

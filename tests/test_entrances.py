@@ -70,7 +70,7 @@ def test_a_correction_that_returns_something_else(engine, wrong, ragged):
 def test_statistics_are_added_by_sum():
     data, model = toy_data(), toy_model()
     sites = [collect(model, batches(data, rows, dtype=torch.float64), 5) for rows in torch.arange(60).split(20)]
-    assert torch.equal(sum(sites).first, (sites[0] + sites[1] + sites[2]).first)
+    assert torch.equal(sum(sites).mean, (sites[0] + sites[1] + sites[2]).mean)
     with pytest.raises(TypeError):
         _ = 1 + sites[0]
 

@@ -1,15 +1,19 @@
 """One round of each method on a small quadratic, against a few lines of NumPy written from the papers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import vmap
 
 from unskew.algorithms import fedadagrad, fedadam, fedavg, fedavgm, feddyn, fednova, fedprox, fedyogi, moon, scaffold
 from unskew.data import dataset
 from unskew.engine import batched, sequential
 from unskew.methods import method
 from unskew.models import Split
+from unskew.optim import effective
 from unskew.partition import Federation
 from unskew.simulate import train
 
@@ -50,16 +54,15 @@ def local(federation, client, w, steps, mu=0.0, extra=0.0):
     return w
 
 
-def ours(federation, algorithm, engine, rounds, **options):
-    from dataclasses import replace
-
-    algorithm = replace(algorithm, criterion=squared)
+def history(federation, algorithm, engine, rounds, **options):
     # batches hold a whole client: its size divides the batch, so that repeats weigh all examples alike
-    last = list(
-        train(linear_model(), federation, algorithm, engine=engine, rounds=rounds,
-              **{"epochs": 3, "batch": 12, "lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, **options})
-    )[-1]  # fmt: skip
-    return last.params["classifier.weight"].numpy()
+    settings = {"epochs": 3, "batch": 12, "lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, **options}
+    algorithm = replace(algorithm, criterion=squared)
+    return list(train(linear_model(), federation, algorithm, engine=engine, rounds=rounds, **settings))
+
+
+def ours(federation, algorithm, engine, rounds, **options):
+    return history(federation, algorithm, engine, rounds, **options)[-1].params["classifier.weight"].numpy()
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])
@@ -98,30 +101,78 @@ def test_fedavgm(federation, engine):
     assert ours(federation, fedavgm(0.4), engine, 3) == pytest.approx(w, abs=1e-6)
 
 
-def effective(steps):
-    """FedNova, section 4: the weights with which the gradients of `steps` steps with momentum enter, added up."""
-    return sum((1 - MOMENTUM ** (steps - t)) / (1 - MOMENTUM) for t in range(steps))
+def accumulated(steps, rho=MOMENTUM, pull=0.0):
+    """FedNova, section 4: the vector a, the weights with which the gradient of each step enters the final weights.
+
+    An impulse in one step alone shows its weight; `pull` = lr mu leads back to the start after each.
+    """
+    weights = []
+    for impulse in range(steps):
+        d = v = 0.0
+        for t in range(steps):
+            v = rho * v + (t == impulse) - pull * d
+            d = d + v
+        weights.append(d)
+    return np.array(weights)
+
+
+def test_accumulated_weights_are_those_of_the_paper():
+    """Section 4: (1 - rho^(tau - t)) / (1 - rho) with momentum, (1 - lr mu)^(tau - 1 - t) with a proximal term.
+
+    The latter is what the authors' code adds up too, where there is no momentum.
+    """
+    assert accumulated(5, 0.9) == pytest.approx([(1 - 0.9 ** (5 - t)) / 0.1 for t in range(5)])
+    assert accumulated(5, 0.0, 0.3) == pytest.approx([0.7 ** (4 - t) for t in range(5)])
+
+
+PULLS = (0.0, 1e-300, 1e-12, 1e-6, 0.0026334, 0.01, 0.3, 1.0, 1.5)  # with momentum 0.9, 0.0026334 is a double root
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("pull", PULLS)
+def test_effective_steps(rho, pull):
+    counts = [0, 1, 2, 3, 7, 100]
+    expected = [accumulated(steps, rho, pull).sum() if steps else 1.0 for steps in counts]
+    steps = torch.tensor(counts, dtype=torch.float64)
+    pulls = torch.full_like(steps, pull)
+    assert effective(steps, rho, pulls).tolist() == pytest.approx(expected, rel=1e-11)
+    assert vmap(lambda s, p: effective(s, rho, p))(steps, pulls).tolist() == pytest.approx(expected, rel=1e-11)
+    assert effective(steps.float(), rho, pulls.float()).tolist() == pytest.approx(expected, rel=1e-5)
+    if pull == 0:
+        assert effective(steps, rho).tolist() == pytest.approx(expected, rel=1e-11)
+
+
+def test_effective_steps_of_a_very_long_round():
+    d = v = 0.0
+    for _ in range(100_001):
+        v = 0.9 * v + 1 - 1e-8 * d
+        d = d + v
+    steps, pull = torch.tensor([100_001, 2.0**31]).double(), torch.tensor([1e-8, 0.25]).double()
+    assert effective(steps, 0.9, pull).tolist() == pytest.approx([d, 4.0])  # in the end it is held at 1 / pull
+    assert effective(steps, 0.9).tolist() == pytest.approx([1_000_010 - 90, 10 * 2.0**31 - 90])
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])
-def test_fednova(federation, engine):
-    """Batches of 4: the client of 6 takes 2 steps an epoch, that of 4 takes one."""
-    from dataclasses import replace
+@pytest.mark.parametrize("rho", [0.0, MOMENTUM])
+@pytest.mark.parametrize("mu", [0.0, 0.7])
+def test_fednova(federation, engine, mu, rho):
+    """Wang et al. 2020: w + tau_eff sum_k p_k delta_k / ||a_k||, tau_eff = sum_k p_k ||a_k||, also with FedProx.
 
-    steps = (6, 3)
-    unequal = Federation(federation.data, (torch.arange(6), torch.arange(6, 10)))
-    alone = [
-        list(train(linear_model(), unequal, replace(fedavg(), criterion=squared, update=lambda p, s, t: (
-            {n: p[n] + (t[f"delta/{n}"]) / t["weight"] for n in p}, s)), rounds=1, epochs=3, batch=4, lr=LR,
-            momentum=MOMENTUM, weight_decay=DECAY, engine=engine, sum=_only(k)))[-1].params["classifier.weight"].numpy()
-        for k in (0, 1)
-    ]  # fmt: skip
+    Batches of 4: the client of 6 takes 2 steps an epoch, that of 4 takes one.
+    """
+    given = {"batch": 4, "momentum": rho}
+    alone = [ours(federation, fedprox(mu), engine, 1, sum=_only(k), **given) for k in (0, 1)]
     w = linear_model().classifier.weight.detach().numpy()
-    d = [(alone[k] - w) / effective(steps[k]) for k in (0, 1)]
-    expected = w + (0.6 * effective(6) + 0.4 * effective(3)) * (0.6 * d[0] + 0.4 * d[1])
-    assert ours(federation, fednova(), engine, 1, batch=4) == pytest.approx(expected, abs=1e-12)
-    fedavgs = ours(federation, fedavg(), engine, 1, batch=4)
-    assert np.abs(fedavgs - expected).max() > 1e-4
+    a = [accumulated(steps, rho, LR * mu).sum() for steps in (6, 3)]
+    d = [(alone[k] - w) / a[k] for k in (0, 1)]
+    expected = w + (0.6 * a[0] + 0.4 * a[1]) * (0.6 * d[0] + 0.4 * d[1])
+    assert ours(federation, fedprox(mu, fednova()), engine, 1, **given) == pytest.approx(expected, abs=1e-12)
+    assert np.abs(ours(federation, fedprox(mu), engine, 1, **given) - expected).max() > 1e-4
+    if mu:
+        unpulled = [accumulated(steps, rho).sum() for steps in (6, 3)]  # the steps of clients that nothing holds back
+        d = [(alone[k] - w) / unpulled[k] for k in (0, 1)]
+        wrong = w + (0.6 * unpulled[0] + 0.4 * unpulled[1]) * (0.6 * d[0] + 0.4 * d[1])
+        assert np.abs(wrong - expected).max() > 1e-4
 
 
 def _only(client):
@@ -160,16 +211,34 @@ def test_adaptive_servers(federation, engine, name):
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])
-def test_scaffold(federation, engine):
-    """Karimireddy et al. 2020, Algorithm 1, option II, with effective steps for momentum."""
+@pytest.mark.parametrize("mu", [0.0, 0.7])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("weight", ["equal", "examples"])
+def test_scaffold(federation, engine, weight, fraction, mu):
+    """Karimireddy et al. 2020, Algorithm 1, option II, with N_k = p_k of each client in the place of 1 / N.
+
+    With "equal" that is the paper's c <- c + |S| / N mean of the changes. K, its number of steps, is that of effective
+    ones under momentum and a proximal term.
+    """
+    rounds = history(federation, fedprox(mu, scaffold(weight)), engine, 5, fraction=fraction)
+    p = {"equal": (1 / 2, 1 / 2), "examples": (6 / 10, 4 / 10)}[weight]
     w = linear_model().classifier.weight.detach().numpy().copy()
     c, own = np.zeros_like(w), [np.zeros_like(w), np.zeros_like(w)]
-    for _ in range(3):
-        trained = [local(federation, k, w, 3, extra=c - own[k]) for k in (0, 1)]
-        new = [own[k] - c + (w - trained[k]) / (effective(3) * LR) for k in (0, 1)]
-        w = (6 * trained[0] + 4 * trained[1]) / 10
-        c, own = c + sum(new[k] - own[k] for k in (0, 1)) / 2, new
-    assert ours(federation, scaffold(population=2), engine, 3) == pytest.approx(w, abs=1e-5)
+    for cohort in (made.cohort for made in rounds):
+        x, moved, changed = w, 0, 0
+        for k in cohort:
+            y = local(federation, k, x, 3, mu=mu, extra=c - own[k])
+            new = own[k] - c + (x - y) / (accumulated(3, MOMENTUM, LR * mu).sum() * LR)
+            moved, changed, own[k] = moved + p[k] * (y - x), changed + p[k] * (new - own[k]), new
+        w = x + moved / sum(p[k] for k in cohort)
+        c = c + changed
+        assert c == pytest.approx(p[0] * own[0] + p[1] * own[1], abs=1e-12)  # also where a client was never seen
+    last = rounds[-1]
+    assert last.params["classifier.weight"].numpy() == pytest.approx(w, abs=1e-9)
+    assert last.state["control/classifier.weight"].numpy() == pytest.approx(c, abs=1e-9)
+    for k in last.clients:
+        assert last.clients[k].memory["classifier.weight"].numpy() == pytest.approx(own[k], abs=1e-9)
+    assert len({made.cohort for made in rounds}) == (1 if fraction == 1 else 2)
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])
@@ -183,7 +252,7 @@ def test_feddyn(federation, engine):
         own = [own[k] - alpha * (trained[k] - w) for k in (0, 1)]
         h = h - alpha / 2 * sum(t - w for t in trained)
         w = sum(trained) / 2 - h / alpha
-    assert ours(federation, feddyn(alpha, population=2), engine, 3) == pytest.approx(w, abs=1e-5)
+    assert ours(federation, feddyn(alpha), engine, 3) == pytest.approx(w, abs=1e-5)
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import toy_data, toy_model
+from conftest import toy_model
 from test_equivalence import gap
 from unskew.algorithms import (
     fedavg,
@@ -26,10 +27,10 @@ from unskew.algorithms import (
 )  # fmt: skip
 from unskew.engine import batched, sequential
 from unskew.errors import UsageError
+from unskew.exchange import Population
 from unskew.methods import Method, method, parts_of, pieces, skeleton
 from unskew.models import Split, build, head
 from unskew.optim import momentum
-from unskew.partition import Federation
 from unskew.simulate import train
 from unskew.variants import clsnorm, projection, spherical
 
@@ -42,7 +43,7 @@ def last(algorithm, model, federation, **options):
 
 
 def trained(spec, federation, norm="batch", **options):
-    found = method(spec, population=len(federation.clients))
+    found = method(spec)
     return last(
         found.algorithm, found.variant(toy_model(norm), torch.Generator().manual_seed(0)), federation, **options
     )
@@ -53,14 +54,14 @@ SAME = {
     "fedavg:weight=equal": (fedavg("equal"), toy_model),
     "fedprox:mu=0.3": (proximal(fedavg(), 0.3), toy_model),
     "scaffold+fedprox:mu=0.3+fedavgm:beta=0.5": (
-        server(proximal(scaffold(3), 0.3), momentum(0.5)), toy_model
+        server(proximal(scaffold(), 0.3), momentum(0.5)), toy_model
     ),
     "fednova+on_sphere": (on_sphere(fednova()), lambda norm: spherical(toy_model(norm))),
     "moon:mu=2:tau=0.1+frozen_head": (frozen_head(moon(2.0, 0.1)), toy_model),
     "fedavg+clsnorm+clsprox:mu=0.4": (
         proximal(fedavg(), 0.4, only=head), lambda norm: clsnorm(toy_model(norm))
     ),
-    "feddyn:alpha=0.2": (feddyn(0.2, 3), toy_model),
+    "feddyn:alpha=0.2": (feddyn(0.2), toy_model),
     "clsprox": (proximal(fedavg(), 0.01, only=head), toy_model),
 }  # fmt: skip
 
@@ -322,12 +323,15 @@ def test_paths_with_a_plus(tmp_path):
     assert isinstance(method(spec), Method)
 
 
-def test_the_population_is_that_of_the_federation():
-    four = Federation(toy_data(), tuple(torch.arange(60).split(15)))
-    assert gap(trained("scaffold", four), last(scaffold(4), toy_model("batch"), four)) == 0
-    for wrong in (scaffold(9), feddyn(0.1, 9), on_sphere(scaffold(5))):
-        with pytest.raises(UsageError, match=r"population=\d clients, but the federation has 4: .* scaffold\(4\)"):
-            last(wrong, toy_model("batch"), four)
+def test_the_server_s_state_is_made_for_the_population_of_the_federation(ragged):
+    told = []
+
+    def init(params, population):
+        told.append(population)
+        return {}
+
+    list(train(toy_model(), ragged, replace(fedavg(), init=init), rounds=1, batch=8, fraction=0.4))
+    assert told == [Population(clients=3, examples=60)]
 
 
 def test_wrong_bases_and_specs_are_refused():
@@ -339,7 +343,8 @@ def test_wrong_bases_and_specs_are_refused():
         (lambda: method("fednova++mse"), "empty piece"),
         (lambda: method("mine:noisy"), "or file.py:function for one of your own"),
         (lambda: method(None), "spec is NoneType, not str"),
-        (lambda: method("scaffold", population=1.5), "population is 1.5: it must be at least 1, and whole"),
+        (lambda: method("scaffold:population=10"), "unknown option in .*'population'. There are: weight"),
+        (lambda: scaffold(10), "weight is 10: allowed are 'examples'"),
         (lambda: method("fedprox:mu=1:mu=2"), "gives mu twice"),
         (lambda: method("fedopt:lr=-1"), "lr is -1.0: it must be above 0"),
         (lambda: method("fedporx+mine.py:f"), "unknown method 'fedporx': did you mean 'fedprox'"),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from unskew import readers
+from unskew import images, readers
 from unskew.errors import DataError
 
 RANDOM = np.random.default_rng(0)
@@ -371,6 +371,41 @@ def test_class_folders_without_splits_get_a_fixed_one(tmp_path):
     assert np.array_equal(data.x_test, again.x_test)
 
 
+def test_numbers_as_names_are_in_the_order_of_numbers(tmp_path):
+    folder, cache = tmp_path / "photos", tmp_path / "cache"
+    for number in range(11):
+        place(folder, {f"{number}/{file}.png": encoded(np.full((2, 2), number, np.uint8)) for file in range(2)})
+    for _ in range(2):  # decoded, and kept
+        data = readers.class_folders(folder, cache)
+        assert data.labels == tuple(map(str, range(11)))
+        assert np.array_equal(data.x[:, 0, 0], data.y)
+    place(folder, class_files(""))
+    assert readers.class_folders(folder, size=2).labels == ("0", "1", "10", *map(str, range(2, 10)), "a", "b")
+
+
+def test_what_was_kept_in_another_order_is_read_anew(tmp_path, monkeypatch):
+    folder, cache = place(tmp_path / "photos", class_files("")), tmp_path / "cache"
+    monkeypatch.setattr(images, "in_order", lambda names, _: tuple(sorted(names, reverse=True)))
+    monkeypatch.setattr(readers, "_ORDER", readers._ORDER - 1)
+    assert readers.class_folders(folder, cache).labels == ("b", "a")
+    monkeypatch.undo()
+    assert readers.class_folders(folder, cache).labels == ("a", "b")
+
+
+def test_what_class_folders_leave_out_is_told(tmp_path, caplog):
+    place(tmp_path, class_files("train/", "test/"))
+    assert len(readers.class_folders(tmp_path).x) == 10
+    assert not caplog.text
+    place(
+        tmp_path,
+        {"train/a/notes.txt": b"", "train/a/._0.png": b"hidden", "train/b/more/0.png": b"", "valid/a/0.png": b""},
+    )
+    assert len(readers.class_folders(tmp_path).x) == 10
+    assert "train: left out are 1 files that are no images (a/notes.txt)" in caplog.text
+    assert "1 folders inside class folders (b/more)" in caplog.text
+    assert "1 folders beside train/ and test/ (valid)" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["test", "val", "valid", "validation"])
 def test_class_folders_with_splits(tmp_path, name):
     place(tmp_path, class_files("train/", f"{name}/", shape=(4, 4), count=2))
@@ -415,8 +450,8 @@ def test_other_modes_become_plain_colour(tmp_path):
 def test_decoded_images_are_kept_until_the_folder_changes(tmp_path, monkeypatch):
     folder, cache = place(tmp_path / "photos", class_files("")), tmp_path / "cache"
     decoded = []
-    plain = readers.decode_image
-    monkeypatch.setattr(readers, "decode_image", lambda *rest: decoded.append(rest[1]) or plain(*rest))
+    plain = images.decoded
+    monkeypatch.setattr(images, "decoded", lambda *rest: decoded.append(rest[1]) or plain(*rest))
 
     def read(**options):
         decoded.clear()

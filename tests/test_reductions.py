@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from sklearn.linear_model import Ridge
 
 from conftest import toy_data, toy_model
 from methods import METHODS, PAPERS, POLICIES, PRODUCT, model_for
-from test_equivalence import gap
+from test_equivalence import everything, gap
 from unskew.algorithms import (
     alternating,
     fedavg,
@@ -27,6 +28,7 @@ from unskew.algorithms import (
 from unskew.collecting import collect
 from unskew.engine import batched, plan, sequential
 from unskew.evaluate import batches
+from unskew.exchange import always
 from unskew.heads import calibrate, ffc
 from unskew.models import body, head
 from unskew.optim import momentum
@@ -64,10 +66,30 @@ def test_fednova_with_equal_steps_is_fedavg(ragged):
     assert gap(last(fednova(), ragged), last(fedavg(), ragged)) > 1e-4
 
 
+@pytest.mark.parametrize("only", [always, head])
+def test_fednova_of_a_proximal_term_with_equal_steps_is_fedprox(only, ragged):
+    nova, prox = (proximal(base, 2.0, only) for base in (fednova(), fedavg()))
+    assert gap(last(nova, equal_steps()), last(prox, equal_steps())) < 1e-12
+    assert gap(last(nova, ragged), last(prox, ragged)) > 1e-4
+
+
+def test_a_pull_counts_once_however_it_is_written(ragged):
+    """Two proximal terms, one of the sum, and one by hand in `correct`, which FedNova can't see."""
+    twice, once = proximal(proximal(fednova(), 0.5), 1.5), proximal(fednova(), 2.0)
+    assert gap(last(twice, ragged), last(once, ragged)) < 1e-12
+
+    def correct(grads, params, context):
+        return {name: g + 2.0 * (params[name] - context.start[name]) for name, g in grads.items()}
+
+    same, unseen = replace(fedavg(), correct=correct), replace(fednova(), correct=correct)
+    assert gap(last(same, ragged), last(proximal(fedavg(), 2.0), ragged)) < 1e-12
+    assert gap(last(unseen, ragged), last(once, ragged)) > 1e-4
+
+
 def test_scaffold_from_zero_variates_is_fedavg_in_its_first_round(ragged):
-    first, plain = (last(m, ragged, rounds=1) for m in (scaffold(3), fedavg()))
+    first, plain = (last(m, ragged, rounds=1) for m in (scaffold(), fedavg()))
     assert max((first.params[k] - v).abs().max() for k, v in plain.params.items()) < 1e-12
-    second, plain = (last(m, ragged, rounds=2) for m in (scaffold(3), fedavg()))
+    second, plain = (last(m, ragged, rounds=2) for m in (scaffold(), fedavg()))
     assert max((second.params[k] - v).abs().max() for k, v in plain.params.items()) > 1e-4
 
 
@@ -87,7 +109,7 @@ def test_fedopt_of_rate_one_without_momentum_is_fedavg(ragged):
 def test_feddyn_with_one_client_stays_at_its_client():
     """h_k and h cancel: with one client of all, the server's model is the client's own optimum path."""
     alone = Federation(toy_data(), (torch.arange(60),))
-    first, plain = (last(m, alone, rounds=1) for m in (feddyn(0.1, 1), proximal(fedavg(), 0.1)))
+    first, plain = (last(m, alone, rounds=1) for m in (feddyn(0.1), proximal(fedavg(), 0.1)))
     change = {k: v - toy_model("batch").state_dict()[k] for k, v in plain.params.items() if "running" not in k}
     for name, value in change.items():
         twice = toy_model("batch").state_dict()[name] + 2 * value  # mean + (-h / alpha) = w_k + delta
@@ -113,15 +135,27 @@ def test_moon_keeps_its_penalty_when_the_body_stays_at_home(ragged):
 
 def test_scaffold_in_turns_keeps_each_tensor_s_control_right(ragged):
     """A control is a mean gradient: a tensor that took half of the steps divides by the effective half."""
-    made = last(alternating(scaffold(3), 0.5), ragged, rounds=1, momentum=0.0, epochs=4)
+    made = last(alternating(scaffold(), 0.5), ragged, rounds=1, momentum=0.0, epochs=4)
     start = toy_model("batch").state_dict()
     client = Federation(ragged.data, ragged.clients[:1])
-    alone = last(alternating(scaffold(1), 0.5), client, rounds=1, momentum=0.0, epochs=4)
+    alone = last(alternating(scaffold(), 0.5), client, rounds=1, momentum=0.0, epochs=4)
     steps = 4 * 3
     for name in ("classifier.weight", "features.0.weight"):
         expected = -(alone.params[name] - start[name]) / (steps / 2 * 0.05)
         assert alone.clients[0].memory[name] == pytest.approx(expected.numpy(), abs=1e-10)
         assert made.clients[0].memory[name] == pytest.approx(expected.numpy(), abs=1e-10)
+
+
+def test_scaffold_keeps_the_control_of_what_took_no_step(ragged):
+    """In turns, a client of one step trains its head alone; at a learning rate of 0 nobody learns anything."""
+    settings = {"rounds": 3, "steps": 1, "engine": sequential}
+    made = last(alternating(scaffold(), 0.5), ragged, **settings)
+    for client in made.clients.values():
+        assert not client.memory["features.0.weight"].any()
+        assert client.memory["classifier.weight"].any()
+    late = last(scaffold(), ragged, rounds=2, schedule=lambda round, rounds: float(round > 1))  # a warm-up from 0
+    assert all(torch.isfinite(value).all() for value in everything(late).values())
+    assert all(client.memory["classifier.weight"].any() for client in late.clients.values())
 
 
 def test_proximal_on_the_classifier_alone_pulls_that_alone(ragged):

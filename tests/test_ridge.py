@@ -1,5 +1,7 @@
 """The ridge from moments is the ridge from examples: its solution, its error, and its strength."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,11 @@ from sklearn.linear_model import Ridge, RidgeCV
 from torch import nn
 
 from test_statistics import features
+from twins import gcv_choose, leave_one_out_choose
 from unskew.collecting import collect
+from unskew.heads import calibrate
 from unskew.models import Split
+from unskew.origin import Origin
 from unskew.ridge import GRID, solve, squared_error, strength
 from unskew.statistics import FeatureStats, added
 
@@ -40,49 +45,62 @@ def with_held_out(z, y, classes, share, form="pooled"):
     return collect(model, [(z[i : i + 40], y[i : i + 40]) for i in range(0, len(z), 40)], classes, form, held_out=share)
 
 
+def own_squares(z, intercept):
+    """Of each feature, about its mean if there is an intercept."""
+    return ((z - z.mean(0) if intercept else z) ** 2).sum(0)
+
+
 @pytest.mark.parametrize("form", ["pooled", "class"])
 @pytest.mark.parametrize("intercept", [True, False])
 def test_the_strength_is_that_of_least_error_on_the_held_out_examples(intercept, form):
+    """Beside scikit-learn's ridge on features in units of their own."""
     z, y = features(90, 30, 3, seed=4)
+    z = z * torch.logspace(-3, 3, 30, dtype=torch.float64)
     stats = with_held_out(z, y, 3, 0.3, form)
-    held = torch.rand(90, generator=torch.Generator().manual_seed(0)) < 0  # found again below, batch by batch
     draw = torch.Generator().manual_seed(0)
     held = torch.cat([torch.rand(len(part), generator=draw) < 0.3 for part in y.split(40)])
     assert stats.held_out.count.sum() == held.sum() > 10
-    kept, targets = ~held, onehot(y, 3)
-    centre = z[kept].mean(0) if intercept else 0
-    unit = torch.linalg.eigvalsh((z[kept] - centre).T @ (z[kept] - centre)).clamp(min=0).mean()
+    scaled, targets = z / own_squares(z[~held], intercept).sqrt(), onehot(y, 3)
     errors = []
-    for ridge in (GRID * unit).tolist():
-        fitted = Ridge(alpha=ridge, fit_intercept=intercept).fit(z[kept].numpy(), targets[kept].numpy())
-        errors.append(((fitted.predict(z[held].numpy()) - targets[held].numpy()) ** 2).sum())
-    best = float(GRID[int(np.argmin(errors))] * unit)
-    assert 0 < int(np.argmin(errors)) < len(GRID) - 1  # else the case shows nothing
-    assert strength(stats, intercept) == pytest.approx(best * 90 / int(kept.sum()), rel=1e-6)
+    for ridge in GRID.tolist():
+        fitted = Ridge(alpha=ridge, fit_intercept=intercept).fit(scaled[~held].numpy(), targets[~held].numpy())
+        errors.append(((fitted.predict(scaled[held].numpy()) - targets[held].numpy()) ** 2).sum())
+    best = int(np.argmin(errors))
+    assert 0 < best < len(GRID) - 1  # else the case shows nothing
+    expected = GRID[best] * own_squares(z, intercept)  # of all examples
+    assert strength(stats, intercept).numpy() == pytest.approx(expected.numpy(), rel=1e-6)
 
 
 def test_without_a_held_out_part_the_strength_is_by_generalised_cross_validation():
     z, y = features(60, 20, 3, seed=7)
-    stats = FeatureStats.of(z, y, 3, "pooled")
-    gram = z.T @ z
-    values = torch.linalg.eigvalsh(gram)
-    errors = []
-    for ridge in GRID * values.mean():
-        hat = z @ torch.linalg.solve(gram + ridge * torch.eye(20).double(), z.T)
-        residual = onehot(y, 3) - hat @ onehot(y, 3)
-        errors.append((residual**2).sum() / (60 - hat.trace()) ** 2)
-    best = GRID[int(torch.stack(errors).argmin())] * values.mean()
-    assert strength(stats, False) == pytest.approx(float(best), rel=1e-6)
+    z = z * torch.logspace(-4, 2, 20, dtype=torch.float64)
+    squares = own_squares(z, True)
+    best, _ = gcv_choose(z.numpy(), onehot(y, 3).numpy(), GRID.tolist())
+    assert strength(FeatureStats.of(z, y, 3, "pooled"), True).numpy() == pytest.approx(
+        (best * squares).numpy(), rel=1e-6
+    )
 
 
 def test_cross_validation_lands_near_leave_one_out():
-    z, y = features(200, 40, 3, seed=2)
-    chosen = strength(FeatureStats.of(z, y, 3, "pooled"), True)
-    centred = z - z.mean(0)
-    unit = torch.linalg.eigvalsh(centred.T @ centred).mean()
-    alphas = (GRID * unit).numpy()
-    found = RidgeCV(alphas, scoring=None).fit(z.numpy(), onehot(y, 3).numpy()).alpha_
-    assert abs(np.log10(chosen / found)) <= 1.0
+    z, y = features(80, 20, 3, seed=2)
+    z = z * torch.logspace(0, -5, 20, dtype=torch.float64)
+    chosen = strength(FeatureStats.of(z, y, 3, "pooled"), True) / own_squares(z, True)
+    found, _ = leave_one_out_choose(z.numpy(), onehot(y, 3).numpy(), GRID[::4].tolist())
+    assert abs(np.log10(float(chosen[0]) / found)) <= 1.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5, 1e-9, 1e5])
+@pytest.mark.parametrize("spec", ["ffc", "ffc:choose=true", "lda", "auto"])
+@pytest.mark.parametrize("held_out", [0.0, 0.3])
+def test_a_feature_that_is_small_is_of_no_less_use(spec, scale, held_out):
+    """One feature tells the classes apart, the others are noise; in whatever unit it is measured."""
+    draw = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (400,), generator=draw)
+    z = torch.randn(400, 5, generator=draw, dtype=torch.float64)
+    z[:, 2] = scale * (2 * y - 1 + 0.1 * z[:, 2])
+    stats = with_held_out(z, y, 2, held_out)
+    head = calibrate(Split(nn.Identity(), nn.Linear(5, 2).double()), replace(stats, origin=Origin()), spec)
+    assert (head(z).argmax(1) == y).double().mean() == 1
 
 
 @pytest.mark.parametrize(("n", "d"), [(30, 60), (58, 60), (60, 60), (61, 60), (40, 200)])
@@ -98,11 +116,10 @@ def test_with_few_examples_the_strength_generalises_as_leave_one_out_does(n, d, 
 
     (z, y), (z_test, y_test) = points(n), points(2000)
     stats = FeatureStats.of(z, y, 4, "pooled")
-    centred = z - z.mean(0)
-    alphas = (GRID * torch.linalg.eigvalsh(centred.T @ centred).clamp(min=0).mean()).numpy()
-    theirs = RidgeCV(alphas).fit(z.numpy(), onehot(y, 4).numpy())
-    ours = Ridge(strength(stats, True)).fit(z.numpy(), onehot(y, 4).numpy())
-    right = [(model.predict(z_test.numpy()).argmax(1) == y_test.numpy()).mean() for model in (ours, theirs)]
+    unit = own_squares(z, True).sqrt()
+    theirs = RidgeCV(GRID.numpy()).fit((z / unit).numpy(), onehot(y, 4).numpy())
+    ours = Ridge(float((strength(stats, True) / unit**2)[0])).fit((z / unit).numpy(), onehot(y, 4).numpy())
+    right = [(model.predict((z_test / unit).numpy()).argmax(1) == y_test.numpy()).mean() for model in (ours, theirs)]
     assert right[0] > right[1] - 0.02
 
 
@@ -121,7 +138,20 @@ def test_noise_can_not_break_the_solution():
     noisy = gram - 1.5 * torch.linalg.eigvalsh(gram)[0] * torch.eye(6).double()  # one eigenvalue below zero
     found = solve(noisy.clone(), z.T @ onehot(y, 3), 0.0)
     assert torch.isfinite(found).all()
-    values, vectors = torch.linalg.eigh(noisy)
-    good = values > 0
-    expected = vectors[:, good] @ ((vectors[:, good].T @ z.T @ onehot(y, 3)) / values[good, None])
-    assert found == pytest.approx(expected.numpy(), abs=1e-9)
+    unit = noisy.diagonal().sqrt()
+    values, vectors = torch.linalg.eigh(noisy / unit / unit[:, None])
+    basis = unit[:, None] * vectors[:, values > 0]  # what is left of the matrix is its part of these
+    nearest = basis @ torch.diag(values[values > 0]) @ basis.T
+    assert found == pytest.approx((torch.linalg.pinv(nearest, rtol=1e-12) @ z.T @ onehot(y, 3)).numpy(), abs=1e-9)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-3])
+def test_solutions_of_singular_equations_are_the_limit_of_small_ridges(ridge):
+    z, y = features(10, 25, 3)
+    gram, cross = z.T @ z, z.T @ onehot(y, 3)
+    expected = (
+        np.linalg.lstsq(z.numpy(), onehot(y, 3).numpy(), rcond=None)[0]
+        if not ridge
+        else np.linalg.solve(gram.numpy() + ridge * np.eye(25), cross.numpy())
+    )
+    assert solve(gram.clone(), cross, ridge).numpy() == pytest.approx(expected, abs=1e-9)

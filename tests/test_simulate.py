@@ -15,6 +15,7 @@ from unskew.collecting import collect
 from unskew.engine import batched, installed, sequential
 from unskew.errors import UsageError
 from unskew.evaluate import batches
+from unskew.exchange import Population
 from unskew.heads import calibrate, ccvr, ffc
 from unskew.models import Split
 from unskew.optim import SGD, constant, cosine, momentum, multistep
@@ -112,7 +113,7 @@ def test_methods_refuse_what_can_not_be_meant():
         with pytest.raises(UsageError):
             bad()
     with pytest.raises(UsageError, match="another name"):
-        server(server(fedavg(), momentum(0.1)), momentum(0.1)).init({"w": torch.zeros(1)})
+        server(server(fedavg(), momentum(0.1)), momentum(0.1)).init({"w": torch.zeros(1)}, Population(1, 1))
 
 
 def test_two_servers_with_names_of_their_own_both_act(ragged):

@@ -1,221 +1,15 @@
-"""A site's data as batches: each kind of input, sites that lack classes, what is refused, and that it streams."""
+"""A site's data as batches: arrays, known data sets, tables and loaders, sites that lack classes, what is refused."""
 
-import _thread
-import signal
 import sys
-import threading
-import time
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from unskew import data, evaluate, readers, tabular
+from site_files import CLASSES, RANDOM, csv_of, photos, pixels, refused, site_data, whole
+from unskew import data, evaluate, tabular
 from unskew.errors import DataError, UsageError
-from unskew.sites import read_labels, site_data
-
-RANDOM = np.random.default_rng(0)
-CLASSES = ("ant", "bee", "cow", "dog")
-
-
-def pixels(*shape):
-    return RANDOM.integers(0, 256, shape, dtype=np.uint8)
-
-
-def put(path, image):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(image).save(path)
-    return path
-
-
-def photos(root, counts, shape=(6, 5, 3)):
-    """Class folders with so many images; the images by their paths inside."""
-    images = {f"{name}/{number}.png": pixels(*shape) for name, count in counts.items() for number in range(count)}
-    for name, image in images.items():
-        put(root / name, image)
-    return images
-
-
-def whole(site):
-    x, y = zip(*site.batches(), strict=True)
-    return torch.cat(x), torch.cat(y)
-
-
-def refused(kind, words, spec, **options):
-    with pytest.raises(kind) as error:
-        list(site_data(str(spec), **options).batches())
-    missing = [word for word in words if word not in str(error.value)]
-    assert not missing, f"{missing} not in: {error.value}"
-
-
-# Folders
-
-
-def test_all_images_of_a_folder_are_the_sites(tmp_path):
-    images = photos(tmp_path, {"bee": 5, "ant": 4})
-    (tmp_path / "ant" / "notes.txt").write_text("")
-    (tmp_path / "ant" / "._0.png").write_bytes(b"what some systems leave behind")
-    (tmp_path / ".cache").mkdir()
-    site = site_data(str(tmp_path), batch=4)
-    assert (site.labels, site.classes, site.examples, site.preparation) == (("ant", "bee"), 2, 9, "pixels/255")
-    assert [len(y) for _, y in site.batches()] == [4, 4, 1]
-    x, y = whole(site)
-    assert y.tolist() == [0] * 4 + [1] * 5
-    assert (x.dtype, y.dtype, x.shape) == (torch.float32, torch.int64, (9, 3, 6, 5))
-    expected = np.stack([images[name] for name in sorted(images)]).transpose(0, 3, 1, 2)
-    assert torch.equal(x, torch.from_numpy(expected.astype(np.float32)) / 255)
-    assert x.is_contiguous()
-    again = whole(site)
-    assert torch.equal(again[0], x)
-    assert torch.equal(again[1], y)
-
-
-def test_classes_go_by_name_where_a_site_lacks_some(tmp_path):
-    photos(tmp_path, {"dog": 2, "bee": 1})
-    site = site_data(str(tmp_path), labels=CLASSES)
-    assert whole(site)[1].tolist() == [1, 3, 3]
-    assert (site.labels, site.classes) == (CLASSES, 4)
-    assert whole(site_data(str(tmp_path), labels=CLASSES[::-1], classes=4))[1].tolist() == [2, 0, 0]
-    assert whole(site_data(str(tmp_path)))[1].tolist() == [0, 1, 1]
-    refused(UsageError, ["classes is 4", "2 classes", "--labels"], tmp_path, classes=4)
-    refused(UsageError, ["classes is 3", "4 labels"], tmp_path, classes=3, labels=CLASSES)
-    photos(tmp_path, {"beee": 1, "xyzzy": 1})
-    refused(DataError, ["'beee' (did you mean 'bee'?), 'xyzzy'", "4 classes"], tmp_path, labels=CLASSES)
-
-
-def test_one_class_alone_needs_the_names_of_all(tmp_path):
-    refused(DataError, [str(tmp_path), "0 class folders"], tmp_path)
-    photos(tmp_path, {"cow": 3})
-    refused(DataError, [str(tmp_path), "1 class folders", "--labels"], tmp_path)
-    assert whole(site_data(str(tmp_path), labels=CLASSES))[1].tolist() == [2] * 3
-    (tmp_path / "ant").mkdir()  # an empty folder names a class that the site lacks
-    assert whole(site_data(str(tmp_path)))[1].tolist() == [1] * 3
-    for file in (tmp_path / "cow").iterdir():
-        file.unlink()
-    refused(DataError, [str(tmp_path), "no examples"], tmp_path)
-
-
-@pytest.mark.parametrize("name", ["test", "val", "valid", "validation"])
-def test_the_part_chooses_where_a_folder_is_split(tmp_path, name):
-    photos(tmp_path / "train", {"ant": 2, "bee": 3, "cow": 1})
-    photos(tmp_path / name, {"cow": 2})
-    assert whole(site_data(str(tmp_path)))[1].tolist() == [0, 0, 1, 1, 1, 2]
-    assert whole(site_data(str(tmp_path), part="test"))[1].tolist() == [2, 2]  # numbered as in training
-    photos(tmp_path / name, {"cat": 2})
-    refused(DataError, [name, "'cat'", "3 classes"], tmp_path, part="test")
-
-
-def test_grey_stays_grey_only_if_all_are(tmp_path):
-    images = photos(tmp_path, {"ant": 2, "bee": 2}, shape=(4, 4))
-    grey, _ = whole(site_data(str(tmp_path)))
-    assert grey.shape == (4, 1, 4, 4)
-    assert torch.equal(grey[3, 0], torch.from_numpy(images["bee/1.png"].astype(np.float32)) / 255)
-    colour, _ = whole(site_data(str(tmp_path), mean=[0.5, 0, 0], std=[0.5, 1, 2]))
-    assert torch.allclose(colour, torch.cat([grey * 2 - 1, grey, grey / 2], 1), atol=1e-6)
-    put(tmp_path / "bee" / "2.png", pixels(4, 4, 3))
-    mixed, _ = whole(site_data(str(tmp_path), batch=2))
-    assert mixed.shape == (5, 3, 4, 4)
-    assert torch.equal(mixed[:4], grey.expand(4, 3, 4, 4))
-
-
-def test_headers_alone_say_whether_all_are_grey(tmp_path, monkeypatch):
-    photos(tmp_path, {"ant": 3, "bee": 3}, shape=(4, 4))
-    monkeypatch.setattr(readers, "decode_image", lambda *_: pytest.fail("an image was decoded"))
-    assert site_data(str(tmp_path)).examples == 6
-
-
-def test_images_are_scaled_as_the_other_readers_do(tmp_path):
-    photos(tmp_path, {"ant": 5, "bee": 1})
-    put(tmp_path / "bee" / "odd.png", pixels(9, 7, 3))
-    site = site_data(str(tmp_path), image_size=4)
-    theirs = readers.class_folders(tmp_path, size=4)
-    expected = np.concatenate([theirs.x, theirs.x_test]).transpose(0, 3, 1, 2).astype(np.float32) / 255
-    assert site.preparation == "pixels/255"
-    assert sorted(whole(site)[0].flatten(1).tolist()) == sorted(expected.reshape(7, -1).tolist())
-    refused(DataError, ["odd.png is 7x9", "0.png is 5x6", "--image-size"], tmp_path, batch=2)
-
-
-def test_images_that_cannot_be_read_are_refused(tmp_path):
-    photos(tmp_path, {"ant": 2, "bee": 2})
-    (tmp_path / "bee" / "1.png").write_bytes((tmp_path / "bee" / "0.png").read_bytes()[:60])
-    refused(DataError, ["bee", "1.png can't be read as an image"], tmp_path)
-    (tmp_path / "bee" / "1.png").write_bytes(b"")
-    refused(DataError, ["1.png can't be read as an image"], tmp_path)
-    put(tmp_path / "bee" / "1.png", np.zeros((6, 5), np.uint16))
-    refused(DataError, ["1.png has more than 8 bits"], tmp_path)
-
-
-# Streaming
-
-
-class Gate:
-    """A decoder that counts, and can be interrupted."""
-
-    def __init__(self, monkeypatch):
-        self.decoded, self.threads, self.plain = [], set(), readers.decode_image
-        self.interrupt, self.one_at_a_time = 0, threading.Lock()
-        monkeypatch.setattr(readers, "decode_image", self)
-
-    def __call__(self, read, name, size):
-        with self.one_at_a_time:
-            self.decoded.append(name)
-            due = len(self.decoded) == self.interrupt
-        self.threads.add(threading.get_ident())
-        if due:
-            _thread.interrupt_main()  # as Ctrl-C does
-        time.sleep(0.001)
-        return self.plain(read, name, size)
-
-
-def check_threads_end(before):
-    """Threads may be on their way out where an interrupt came, but not longer."""
-    until = time.monotonic() + 10
-    while threading.active_count() > before:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def test_a_batch_is_decoded_when_it_is_asked_for(tmp_path, monkeypatch):
-    photos(tmp_path, {"ant": 50, "bee": 50}, shape=(3, 3, 3))
-    gate = Gate(monkeypatch)
-    batches = site_data(str(tmp_path), batch=4).batches()
-    assert not gate.decoded
-    for number in range(1, 6):
-        next(batches)
-        assert len(gate.decoded) == 4 * number
-    assert threading.get_ident() not in gate.threads
-    assert len(list(batches)) == 20
-    assert len(gate.decoded) == 100
-
-
-def test_who_leaves_early_leaves_no_thread(tmp_path, monkeypatch):
-    photos(tmp_path, {"ant": 100, "bee": 100}, shape=(3, 3, 3))
-    site = site_data(str(tmp_path), batch=200)
-    gate = Gate(monkeypatch)
-    before = threading.active_count()
-    batches = site_data(str(tmp_path), batch=4).batches()
-    next(batches)  # held, not closed
-    check_threads_end(before)
-    gate.interrupt = len(gate.decoded) + 5
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            next(site.batches())
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    check_threads_end(before)
-    assert len(gate.decoded) < 150
-    assert len(whole(site)[0]) == 200
-
-
-def test_a_failure_ends_the_threads_too(tmp_path):
-    photos(tmp_path, {"ant": 20, "bee": 20}, shape=(3, 3, 3))
-    (tmp_path / "bee" / "11.png").write_bytes(b"")
-    before = threading.active_count()
-    refused(DataError, ["11.png"], tmp_path, batch=4)
-    check_threads_end(before)
-
+from unskew.sites import read_labels
 
 # .npz
 
@@ -229,18 +23,14 @@ def test_an_npz_of_images(tmp_path, shape, expected):
     np.savez(path, x=x, y=np.array([3, 0, 3, 1, 1, 0, 3], np.uint8))
     site = site_data(str(path), batch=3, classes=4)
     found, y = whole(site)
-    assert (site.labels, site.classes, site.examples, site.preparation) == (
-        None,
-        4,
-        7,
-        "values" if site.preparation == "values" else "pixels/255",
-    )
+    channels = expected[0]
+    assert (site.labels, site.classes, site.examples) == (None, 4, 7)
+    assert str(site.preparation) == f"pixels/255 channels={channels}"
     assert (found.dtype, found.shape, y.tolist()) == (torch.float32, (7, *expected), [3, 0, 3, 1, 1, 0, 3])
     first = x.transpose(0, 3, 1, 2) if shape == (6, 5, 3) else x.reshape(7, *expected)
     assert torch.equal(found, torch.from_numpy(first.astype(np.float32)) / 255)
-    channels = expected[0]
     site = site_data(str(path), mean=[0.5] * channels, std=[0.25] * channels)
-    assert site.preparation.endswith(f" mean={','.join(['0.5'] * channels)} std={','.join(['0.25'] * channels)}")
+    assert str(site.preparation).endswith(f" mean={','.join(['0.5'] * channels)} std={','.join(['0.25'] * channels)}")
     assert torch.allclose(whole(site)[0], found * 4 - 2, atol=1e-6)
 
 
@@ -308,34 +98,28 @@ def test_known_names_are_normalised_as_training_does():
         for one, two, three in zip(ours, theirs, again, strict=True):
             assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, two, three, strict=True))
     assert (site.labels, site.classes, site.examples) == (digits.labels, 10, 359)
-    assert site.preparation == f"pixels/255 mean={digits.mean.item():.6g} std={digits.std.item():.6g}"
+    assert str(site.preparation) == f"pixels/255 channels=1 mean={digits.mean.item():.8g} std={digits.std.item():.8g}"
     plain, y = whole(site_data("digits", part="test", mean=[0], std=[1]))
     assert torch.equal(plain, digits.x_test.float() / 255)
     turned = site_data("digits", part="test", labels=digits.labels[::-1])
     assert torch.equal(whole(turned)[1], 9 - y)
     refused(UsageError, ["classes is 12", "10 classes"], "digits", classes=12)
     refused(DataError, ["digits", "'9'"], "digits", labels=digits.labels[:9])
-    refused(UsageError, ["size=12"], "digits", image_size=12)
 
 
 # Tables
-
-
-def csv_of(path, text):
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def test_a_csv_is_read_line_by_line(tmp_path):
     path = csv_of(tmp_path / "a.csv", "\ufeffheight, label ,weight\n1.5,0,-2\n\n3, 2 ,1e3\n0.5,1.0,7\n")
     site = site_data(str(path), batch=2)
     assert (site.labels, site.classes, site.examples) == (None, None, None)
-    assert site.preparation.startswith("columns:")
+    assert str(site.preparation).startswith("columns:")
     assert [len(y) for _, y in site.batches()] == [2, 1]
     x, y = whole(site)
     assert (x.dtype, x.tolist(), y.tolist()) == (torch.float32, [[1.5, -2], [3, 1000], [0.5, 7]], [0, 2, 1])
     site = site_data(str(path), mean=[1, 0], std=[0.5, 1000])
-    assert site.preparation.endswith(" mean=1,0 std=0.5,1000")
+    assert str(site.preparation).endswith(" mean=1,0 std=0.5,1000")
     assert torch.allclose(whole(site)[0], torch.tensor([[1, -0.002], [4, 1], [-1, 0.007]]))
     other = whole(site_data(str(csv_of(tmp_path / "b.CSV", "\ufeffkind,a\n2,1\n")), label_column="kind"))
     assert [part.tolist() for part in other] == [[[1.0]], [2]]
@@ -538,7 +322,9 @@ def test_other_specs_are_refused(tmp_path):
 
 def test_options_that_cannot_be_meant_are_refused(tmp_path):
     photos(tmp_path / "photos", {"ant": 1, "bee": 1})
-    np.savez(tmp_path / "a.npz", x=pixels(2, 3, 3), y=np.arange(2))
+    np.savez(tmp_path / "vectors.npz", x=np.ones((2, 3)), y=np.arange(2))
+    np.savez(tmp_path / "floats.npz", x=np.ones((2, 3, 3)), y=np.arange(2))
+    np.savez(tmp_path / "alpha.npz", x=pixels(2, 3, 3, 4), y=np.arange(2))
     table = csv_of(tmp_path / "a.csv", "x,label\n1,0\n")
     loader = own(tmp_path, "def give():\n    return []")
     normal = {"mean": [0.5], "std": [0.5]}
@@ -556,12 +342,20 @@ def test_options_that_cannot_be_meant_are_refused(tmp_path):
         ("digits", {"mean": [0], "std": [0]}, ["std is 0", "above 0"]),
         ("digits", {"mean": [float("nan")], "std": [1]}, ["mean is nan", "finite"]),
         ("digits", {"label_column": "y"}, ["label_column is 'y'", "'digits', a known data set", "a .csv file or"]),
-        (tmp_path / "photos", normal, ["mean has 1 values", "3 channels"]),
+        (tmp_path / "photos", normal, ["mean has 1 values", "3 channels", "or --channels 1"]),
+        ("digits", {"mean": [0] * 3, "std": [1] * 3}, ["mean has 3 values", "or --channels 3"]),
         (tmp_path / "photos", {"image_size": 0}, ["image_size is 0"]),
-        (tmp_path / "a.npz", {"image_size": 8}, ["image_size is 8", "a .npz file", "only a folder or"]),
+        (tmp_path / "vectors.npz", {"image_size": 8}, ["image_size is 8", "vectors.npz holds vectors"]),
+        (tmp_path / "vectors.npz", {"channels": 3}, ["channels is 3", "vectors.npz holds vectors"]),
+        (tmp_path / "floats.npz", {"crop": 2}, ["crop is 2", "floats.npz holds torch.float32", "uint8"]),
+        (tmp_path / "alpha.npz", {"resize": 8}, ["resize is 8", "4 channels", "--channels 3"]),
         (table, {"image_size": 8}, ["image_size is 8", "a .csv file"]),
         (table, {"mean": [1, 2], "std": [1, 2]}, ["mean has 2 values", "1 channels or features"]),
-        (loader, normal, ["mean is [0.5]", "a loader"]),
+        (loader, normal, ["mean is (0.5,)", "a loader"]),
+        (loader, {"numbers": "values"}, ["numbers is 'values'", "a loader"]),
+        (loader, {"skip_damaged": True}, ["skip_damaged is True", "only a folder takes it"]),
+        (table, {"crop": 8}, ["crop is 8", "a .csv file", "only a folder or"]),
+        (table, {"channels": 3}, ["channels is 3", "a .csv file"]),
     ):
         refused(UsageError, words, spec, **options)
 

@@ -11,13 +11,15 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from conftest import toy_data, toy_model
+from twins import class_moments
 from unskew.collecting import collect, weights_digest
 from unskew.errors import DataError, UsageError
 from unskew.evaluate import batches
 from unskew.heads import calibrate
 from unskew.models import Split, linear
+from unskew.origin import Origin
 from unskew.packing import mirror, pack, unpack
-from unskew.statistics import FORMS, FeatureStats, Origin
+from unskew.statistics import FORMS, FeatureStats, added
 
 X, Y = torch.zeros(2, 1, 8, 8, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
 
@@ -79,9 +81,90 @@ def test_every_form_is_additive_and_is_the_reduced_class_form(form, transform):
     split = total(z, y, owner, 4, form=form, transform=transform)
     whole = FeatureStats.of(z, y, 4, "class", transform).reduced(form)
     assert split.form == form
-    for mine, theirs in zip(split.moments, whole.moments, strict=True):
-        assert mine == pytest.approx(theirs.numpy(), abs=1e-9)
-    assert split.nbytes == 8 * (4 + 4 + 4 * 6 + {"class": 4 * 21, "pooled": 21, "diagonal": 24, "none": 0}[form])
+    for mine, theirs in zip(split.tensors, whole.tensors, strict=True):
+        assert mine == pytest.approx(theirs.numpy(), rel=1e-9, abs=1e-9)
+    sizes = {"class": 4 + 4 * 21, "pooled": 21, "diagonal": 4 + 24, "none": 0}  # cubes where they are of use
+    assert split.nbytes == 8 * (4 + 4 * 6 + sizes[form])
+
+
+@pytest.mark.parametrize("far", [0.0, 1e3, 1e6, 1e8])
+@pytest.mark.parametrize("form", FORMS)
+def test_features_far_from_zero_lose_no_digits(form, far):
+    """Beside exact fractions, however many sites the data lie on, added and taken apart: what is lost is rounding of
+    the means, eps * mean / deviation, where sums about zero lose its square.
+    """
+    z, y = features(60, 3, 2, mean=far)
+    z[y == 1] -= 7 * far  # classes may be as far from each other
+    _, means, covariances = class_moments(z.tolist(), y.tolist(), 2)
+    owner = torch.arange(60) % 7
+    parts = [FeatureStats.of(z[owner == k], y[owner == k], 2, form) for k in range(7)]
+    tolerance = 1e-13 + 4e-15 * far
+    for stats in (added(parts), added([*parts, parts[0]]) - parts[0]):
+        for label in range(2):
+            mean, covariance = (np.array(part[label], dtype=float) for part in (means, covariances))
+            assert stats.mean[label].numpy() == pytest.approx(mean, rel=1e-14)
+            if form == "class":
+                assert stats.covariance_of(label).numpy() == pytest.approx(covariance, rel=tolerance, abs=tolerance)
+            elif form == "diagonal":
+                assert stats.variances_of(label).numpy() == pytest.approx(np.diag(covariance), rel=tolerance)
+        if form == "pooled":
+            exact = sum((float(stats.count[k]) - 1) * np.array(covariances[k], dtype=float) for k in range(2))
+            assert stats.within.numpy() == pytest.approx(exact, rel=tolerance, abs=60 * tolerance)
+
+
+def test_what_float64_can_not_know_is_refused():
+    z, y = features(60, 3, 2)
+    z[:, 1] = 1e14 + z[:, 1]
+    for form in ("class", "pooled", "diagonal"):
+        with pytest.raises(DataError, match="feature 1 varies by less than 1e-12 of its mean"):
+            FeatureStats.of(z, y, 2, form)
+    assert FeatureStats.of(z, y, 2, "none").count.sum() == 60  # which has no covariance to lose
+    z[:, 1] = 1e14 / 3  # does not vary at all
+    assert not FeatureStats.of(z, y, 2, "pooled").within[1, 1] > 1e-3
+
+
+def test_skewness_does_not_depend_on_the_mean_or_the_split():
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(4000, 3, generator=draw, dtype=torch.float64).exp()
+    y = torch.randint(2, (4000,), generator=draw)
+    plain = [z[y == k] - z[y == k].mean(0) for k in range(2)]
+    expected = sum(float((part**3).sum()) for part in plain) / sum(
+        len(part) * float((part.var(0, correction=0) ** 1.5).sum()) for part in plain
+    )
+    for far in (0.0, 1e5):
+        for form in ("class", "diagonal"):
+            parts = [FeatureStats.of(z[k::5] + far, y[k::5], 2, form) for k in range(5)]
+            assert added(parts).skewness == pytest.approx(expected, rel=1e-9)
+            assert (added(parts) - parts[2]).skewness == pytest.approx(
+                added([*parts[:2], *parts[3:]]).skewness, rel=1e-8
+            )
+    assert FeatureStats.of(z, y, 2, "pooled").skewness is None
+
+
+def test_taking_out_leaves_no_rounding_where_nothing_is():
+    """A feature that only one site has: without that site it is zero, not noise that a head would take for a sign."""
+    z, y = features(80, 4, 2)
+    z[:60, 1] = 0
+    sites = [FeatureStats.of(z[:60], y[:60], 2, form) for form in FORMS]
+    both = [FeatureStats.of(z, y, 2, form) for form in FORMS]
+    for rest, whole in zip(sites, both, strict=True):
+        left = whole - FeatureStats.of(z[60:], y[60:], 2, rest.form)
+        assert not left.mean[:, 1].any()
+        for mine, theirs in zip(left.tensors, rest.tensors, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+        if rest.form != "none":
+            assert not left.squares[..., 1].any()
+
+
+def test_statistics_print_in_three_lines():
+    z, y = features()
+    stats = replace(FeatureStats.of(z, y, 4, "pooled"), origin=Origin("fc", "float32[3,8,8]", 64 * "a"))
+    assert str(stats).splitlines() == [
+        "300 examples of 4 of 4 classes, 6 features",
+        "form pooled, transform identity",
+        "layer fc; weights aaaaaaaa; inputs float32[3,8,8]; preparation: not known",
+    ]
+    assert "tensor" not in repr([stats])
 
 
 def test_diagonal_form_gives_the_variances():
@@ -150,7 +233,7 @@ def test_float16_features_are_transformed_in_float64():
     z, y = features()
     z = z.abs().half()
     stats = FeatureStats.of(z, y, 4, transform="relu-tukey:0.5")
-    assert stats.first.sum(0) == pytest.approx((z.double() ** 0.5).sum(0).numpy(), rel=1e-12)
+    assert stats.cross.sum(1) == pytest.approx((z.double() ** 0.5).sum(0).numpy(), rel=1e-12)
 
 
 def test_a_constant_feature_has_no_negative_variance():
@@ -180,7 +263,7 @@ def test_features_and_labels_are_checked():
         FeatureStats.of(z, y, 4, transform="log")
     with pytest.raises(DataError, match="float64"):
         FeatureStats(torch.zeros(4), torch.zeros(4, 6), torch.zeros(4, 21))
-    with pytest.raises(DataError, match="second has shape"):
+    with pytest.raises(DataError, match="scatter has shape"):
         FeatureStats(torch.zeros(4).double(), torch.zeros(4, 6).double(), torch.zeros(4, 20).double())
 
 
@@ -194,9 +277,9 @@ def test_collect_streams_in_eval_mode_and_restores_every_mode():
     stats = [collect(model, batches(data, size=size, dtype=torch.float64), 5) for size in (7, 60)]
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert stats[0].second == pytest.approx(stats[1].second.numpy(), abs=1e-9)
+    assert stats[0].scatter == pytest.approx(stats[1].scatter.numpy(), abs=1e-9)
     z = torch.cat([model.eval().features(x).detach() for x, _ in batches(data, dtype=torch.float64)])
-    assert stats[0].first.sum(0) == pytest.approx(z.sum(0).numpy(), abs=1e-9)
+    assert stats[0].cross.sum(1) == pytest.approx(z.sum(0).numpy(), abs=1e-9)
 
 
 def test_collect_restores_modes_when_the_model_fails():
@@ -243,7 +326,7 @@ def test_features_and_labels_of_different_numbers_are_refused_however_many(label
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32])
 def test_labels_may_be_small_numbers(kind):
     expected, found = collect(toy_model(), [(X, Y)], 5), collect(toy_model(), [[X, Y.to(kind)]], 5.0)
-    assert found.first.equal(expected.first)
+    assert found.mean.equal(expected.mean)
 
 
 @pytest.mark.parametrize("mean", [1.0, 1e4, 1e6])
@@ -255,7 +338,7 @@ def test_a_feature_that_does_not_vary_has_no_covariance(mean):
         found = FeatureStats.of(z, torch.zeros(len(z), dtype=torch.int64), 1, form).covariance_of(0)
         assert not found[2:4].any()
         assert not found[:, 2:4].any()
-        assert found.diagonal() == pytest.approx(exact.diagonal().numpy(), rel=1e-14 * mean**2 + 1e-9, abs=1e-9)
+        assert found.diagonal() == pytest.approx(exact.diagonal().numpy(), rel=1e-15 * mean + 1e-9, abs=1e-9)
 
 
 def test_collect_knows_where_its_statistics_come_from():
@@ -268,7 +351,7 @@ def test_collect_knows_where_its_statistics_come_from():
     empty = collect(model, [], 5)
     assert empty.count.sum() == 0
     whole = collect(model, batches(data, dtype=torch.float64), 5)
-    assert torch.equal((whole + empty).first, whole.first)
+    assert torch.equal((whole + empty).mean, whole.mean)
 
 
 def test_float32_features_are_summed_in_float64():
@@ -338,4 +421,4 @@ def test_features_may_have_gradients():
     for form in FORMS:
         with_gradients = FeatureStats.of(z.clone().requires_grad_(), y, 4, form)
         assert not any(part.requires_grad for part in with_gradients.tensors)
-        assert torch.equal(with_gradients.second, FeatureStats.of(z, y, 4, form).second)
+        assert torch.equal(with_gradients.scatter, FeatureStats.of(z, y, 4, form).scatter)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_statistics import features
 from unskew import statistics_file, streams
 from unskew.errors import DataError, UsageError
-from unskew.statistics import FORMS, FeatureStats, Origin
+from unskew.origin import Origin
+from unskew.statistics import FORMS, FeatureStats
 from unskew.statistics_file import PRECISIONS
 
 
@@ -39,23 +40,24 @@ def test_what_is_written_is_read_back(stats, path, form, precision):
     again = FeatureStats.load(path)
     assert (again.form, again.transform, again.origin) == (form, "relu-tukey:0.5", stats.origin)
     assert again.count.equal(stats.count)
-    assert again.third.equal(stats.third)
+    assert (again.cubes is None) == (form in ("pooled", "none"))
+    assert again.cubes is None or again.cubes.equal(stats.cubes)
     tolerance = {"float64": 0, "float32": 1e-6, "bfloat16": 2**-8, "int16": 2**-8 if form == "diagonal" else 2e-5}[
         precision
     ]
     first = 0 if precision == "float64" else 1e-6  # means are never rounded more than that
-    assert again.first == pytest.approx(stats.first.numpy(), rel=first, abs=first)
-    scale = stats.second.abs().max().item() if form != "none" else 1
-    assert again.second == pytest.approx(stats.second.numpy(), abs=tolerance * scale)
+    assert again.mean == pytest.approx(stats.mean.numpy(), rel=first, abs=first)
+    scale = stats.scatter.abs().max().item() if form != "none" else 1
+    assert again.scatter == pytest.approx(stats.scatter.numpy(), abs=tolerance * scale)
 
 
 def test_any_safetensors_library_reads_the_file(stats, path):
     stats.save(path)
     loaded = load_file(path)
     assert {name: value.shape for name, value in loaded.items()} == {
-        "count": (4,), "first": (4, 6), "second": (4, 21), "third": (4,),
+        "count": (4,), "cubes": (4,), "mean": (4, 6), "scatter": (4, 21),
     }  # fmt: skip
-    assert loaded["second"].equal(stats.second)
+    assert loaded["scatter"].equal(stats.scatter)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int16"])
@@ -68,6 +70,29 @@ def test_low_precision_keeps_correlations_when_means_are_large(path, precision):
         exact, found = stats.covariance_of(label), again.covariance_of(label)
         deviation = exact.diagonal().sqrt()
         assert ((found - exact) / torch.outer(deviation, deviation)).abs().max() < 2 * statistics_file.STEP[precision]
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_means_far_from_zero_keep_their_distances_in_every_precision(path, precision):
+    """Float32 alone would move means of 1e6 by a tenth of a deviation."""
+    z, y = features(200, mean=1e6)
+    stats = FeatureStats.of(z, y, 4, "pooled")
+    stats.save(path, precision)
+    gaps = [part.mean - part.mean[0] for part in (stats, FeatureStats.load(path))]
+    assert gaps[1] == pytest.approx(gaps[0].numpy(), rel=1e-6, abs=1e-6)
+
+
+def test_what_the_old_head_gets_right_is_added_where_all_tell_it(tmp_path):
+    z, y = features()
+    paths = [tmp_path / f"{number}.stats" for number in range(3)]
+    for number, path in enumerate(paths):
+        replace(FeatureStats.of(z[number::3], y[number::3], 4), right=10 * number).save(path)
+    assert statistics_file.total_of(paths).right == 30
+    assert statistics_file.total_of(paths[1:]).right == 30
+    statistics_file.total_of(paths).save(tmp_path / "sum.stats")
+    assert statistics_file.total_of([tmp_path / "sum.stats"], None, paths[2:]).right == 10
+    FeatureStats.of(z, y, 4).save(paths[0])
+    assert statistics_file.total_of(paths).right is None
 
 
 def test_a_held_out_part_is_written_and_read_back(path):
@@ -147,7 +172,7 @@ def test_second_moments_that_are_not_positive_semidefinite_are_refused(path, for
     z = torch.randn(200, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     stats = FeatureStats.of(z - torch.stack([z[y == c].mean(0) for c in (0, 1)])[y], y, 2, form)
     stats.save(path, precision)
-    name = "second" if precision == "float64" else "scatter"
+    name = "scatter"
     with safe_open(path, "pt") as file:
         values = file.get_tensor(name)
     opposite = values.clone()
@@ -193,7 +218,7 @@ def test_a_class_whose_last_example_leaves_is_empty(tmp_path):
     for form in FORMS:
         statistics_file.total_of([a, b], form).save(tmp_path / "sum.stats")
         left = statistics_file.total_of([tmp_path / "sum.stats"], None, [statistics_file_of(b, form, tmp_path)])
-        assert not left.first[3].any()
+        assert not left.mean[3].any()
         left.save(tmp_path / "left.stats")
 
 
@@ -230,7 +255,9 @@ def test_lower_precision_keeps_the_covariance_when_means_are_large(path):
     for label in range(4):
         assert again.covariance_of(label) == pytest.approx(stats.covariance_of(label).numpy(), rel=1e-5, abs=1e-5)
     stats.save(path.with_suffix(".full"))
-    assert abs(path.with_suffix(".full").stat().st_size - path.stat().st_size - 4 * (4 * 6 + 4 * 21)) < 16  # padding
+    assert (
+        abs(path.with_suffix(".full").stat().st_size - path.stat().st_size - 4 * (4 * 6 + 4 * 21) + 6 * 8) < 150
+    )  # a centre comes
 
 
 def test_the_header_holds_every_field_of_version_1(stats, path):
@@ -304,7 +331,7 @@ def sealed(path, payload, header):
         ({"transform": "log"}, "unknown transform 'log'"),
         ({"classes": 5}, r"count is torch.float64 of shape \(4,\); it must be torch.float64 of shape \(5,\)"),
         ({"classes": 4.0}, "whole number"),
-        ({"dimension": 7}, r"first is .* it must be torch.float64 of shape \(4, 7\)"),
+        ({"dimension": 7}, r"mean is .* it must be torch.float64 of shape \(4, 7\)"),
         ({"version": True}, "version is True"),
         ({"version": 1.0}, "version is 1.0"),
         ({"transform": 3}, "transform is '3'"),
@@ -318,21 +345,25 @@ def sealed(path, payload, header):
         ({"examples": -1}, "examples is"),
         ({"producer": 7}, "producer is"),
         ({"examples": 299}, "examples is 299"),
-        ({"count": torch.full((4,), 1e308, dtype=torch.float64)}, "can't be meant|smaller|no data"),
+        ({"count": torch.full((4,), 1e308, dtype=torch.float64)}, "count holds .* some above"),
+        ({"count": torch.full((4,), 1e99, dtype=torch.float64)}, "can't be meant"),
         ({"surprise": 1}, "surprise"),
         ({"drop": "layer"}, "layer"),
-        ({"drop": "second"}, "second"),
+        ({"drop": "scatter"}, "scatter"),
         ({"count": torch.tensor([1.0, 2, 3, -1]).double()}, "count is negative"),
         ({"count": torch.tensor([1.0, 2, 3, 1.5]).double()}, "count is fractional"),
         ({"count": torch.tensor([1.0, 2, 3, float("nan")]).double()}, "count holds NaN"),
         ({"count": torch.zeros(3).double()}, "count is torch.float64 of shape"),
-        ({"first": torch.full((4, 6), float("inf")).double()}, "first holds NaN or infinite"),
-        ({"second": torch.full((4, 21), float("nan")).double()}, "second holds NaN"),
-        ({"first": torch.zeros(4, 6)}, "first is torch.float32"),
-        ({"first": torch.zeros(4, 6, dtype=torch.int64)}, "first is torch.int64"),
-        ({"second": torch.zeros(1, 21).double()}, "second is torch.float64 of shape"),
-        ({"second": -torch.ones(4, 21).double()}, "second is smaller than the square of first allows"),
-        ({"count": torch.tensor([300.0, 0, 0, 0]).double()}, "first is not zero for class 1"),
+        ({"mean": torch.full((4, 6), float("inf")).double()}, "mean holds NaN or infinite"),
+        ({"mean": torch.full((4, 6), 1e200, dtype=torch.float64)}, "mean holds .* some above 1e.100"),
+        ({"scatter": torch.full((4, 21), float("nan")).double()}, "scatter holds NaN"),
+        ({"mean": torch.zeros(4, 6)}, "mean is torch.float32"),
+        ({"mean": torch.zeros(4, 6, dtype=torch.int64)}, "mean is torch.int64"),
+        ({"scatter": torch.zeros(1, 21).double()}, "scatter is torch.float64 of shape"),
+        ({"scatter": -torch.ones(4, 21).double()}, "scatter holds negative squares"),
+        ({"count": torch.tensor([300.0, 0, 0, 0]).double()}, "mean is not zero for class 1"),
+        ({"right": 301}, "right is 301, but there are 300 examples"),
+        ({"right": -1}, "right is '-1'"),
     ],
 )  # fmt: skip
 def test_forged_contents_are_refused_naming_file_and_field(stats, path, changes, message):
@@ -346,9 +377,10 @@ def test_forged_contents_are_refused_naming_file_and_field(stats, path, changes,
 @pytest.mark.parametrize("form", ["class", "pooled", "diagonal"])
 def test_moments_that_no_features_have_are_refused_in_every_form(stats, path, form):
     stats = stats.reduced(form)
-    wrong = FeatureStats(stats.count, 10 * stats.first, stats.second, form, stats.transform)
-    with pytest.raises(DataError, match="second is smaller"):
-        wrong.save(path)
+    with pytest.raises(DataError, match="scatter holds negative squares"):
+        replace(stats, scatter=-stats.scatter).save(path)
+    with pytest.raises(DataError, match="scatter is not zero|mean is not zero"):
+        replace(stats, count=torch.zeros(4).double()).save(path)
 
 
 def test_lower_precision_files_are_checked_before_anything_is_computed(stats, path):
@@ -387,11 +419,13 @@ def test_other_files_are_refused(tmp_path, stats):
         FeatureStats.load(weights)
     with pytest.raises(UsageError, match="precision is 'int2'"):
         stats.save(tmp_path / "x.stats", "int2")
-    broken = FeatureStats(stats.count, stats.first * float("nan"), stats.second)
-    with pytest.raises(DataError, match="first holds NaN"):
+    broken = replace(stats, mean=stats.mean * float("nan"))
+    with pytest.raises(DataError, match="mean holds NaN"):
         broken.save(tmp_path / "x.stats")
+    with pytest.raises(DataError, match="cubes are not given"):
+        replace(stats, cubes=None).save(tmp_path / "x.stats")
     with pytest.raises(DataError, match="too large for precision"):
-        FeatureStats(stats.count, stats.first * 1e60, stats.second * 1e120).save(tmp_path / "x.stats", "float32")
+        replace(stats, mean=stats.mean * 1e60, scatter=stats.scatter * 1e120).save(tmp_path / "x.stats", "float32")
     assert not (tmp_path / "x.stats").exists()
 
 

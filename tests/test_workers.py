@@ -84,7 +84,7 @@ def test_workers_equal_sequential_for_every_method(name, norm, ragged):
 
 @pytest.mark.parametrize("processes", [3, 50])
 def test_more_clients_than_workers_and_fewer(processes, many):
-    assert_same(toy_model("batch"), many, scaffold(7), processes, fraction=0.7)
+    assert_same(toy_model("batch"), many, scaffold(), processes, fraction=0.7)
 
 
 @pytest.mark.parametrize("options", [{"augment": True}, {"steps": 3}, {"recalibrate": (ffc(), 2)}])
@@ -95,7 +95,7 @@ def test_other_settings(options, ragged):
 def test_layers_that_draw_and_odd_memory_formats(ragged):
     model = toy_model("batch").to(memory_format=torch.channels_last)
     model.features.append(nn.Dropout(0.5))
-    assert_same(model, ragged, scaffold(3))
+    assert_same(model, ragged, scaffold())
 
 
 def test_workers_take_one_thread_whatever_torch_has_here(ragged):
@@ -124,13 +124,13 @@ def test_a_paper_s_network_beside_torch_s_threads():
     model = build("cnn", 10, 3, 32, generator=torch.Generator().manual_seed(0))
     with threads(2):
         model(torch.randn(8, 3, 32, 32)).sum().backward()
-        assert_same(model, Federation(data, tuple(torch.arange(90).split([40, 20, 30]))), scaffold(3), rounds=2)
+        assert_same(model, Federation(data, tuple(torch.arange(90).split([40, 20, 30]))), scaffold(), rounds=2)
 
 
 def test_a_training_goes_on(many):
-    whole = list(train(toy_model("batch"), many, scaffold(7), engine=Workers(2), fraction=0.5, **SETTINGS))
+    whole = list(train(toy_model("batch"), many, scaffold(), engine=Workers(2), fraction=0.5, **SETTINGS))
     for before in whole:
-        rest = train(toy_model("batch"), many, scaffold(7), engine=Workers(2), fraction=0.5, resume=before, **SETTINGS)
+        rest = train(toy_model("batch"), many, scaffold(), engine=Workers(2), fraction=0.5, resume=before, **SETTINGS)
         for expected, got in zip(whole[before.number :], rest, strict=True):
             assert all(torch.equal(a, everything(got)[name]) for name, a in everything(expected).items())
 
@@ -286,7 +286,7 @@ def test_a_process_of_a_pool_is_refused():
 def test_workers_last_as_long_as_the_iterator_and_files_do_not_pile_up(many):
     gc.collect()
     before = files()
-    rounds = train(toy_model(), many, scaffold(7), engine=Workers(3), **{**SETTINGS, "rounds": 9})
+    rounds = train(toy_model(), many, scaffold(), engine=Workers(3), **{**SETTINGS, "rounds": 9})
     assert not multiprocessing.active_children()
     kept, seen = [], []
     for _ in range(5):

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unskew.algorithms import (
-        Algorithm as Algorithm,
         alternating as alternating,
         ce as ce,
         clsprox as clsprox,
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from unskew.errors import DataError as DataError, UnskewError as UnskewError, UsageError as UsageError
     from unskew.estimator import CalibratedHead as CalibratedHead
     from unskew.evaluate import Scores as Scores, batches as batches, score as score
+    from unskew.exchange import Algorithm as Algorithm
     from unskew.experiments import Experiment as Experiment, load_model as load_model, run as run
     from unskew.heads import (
         Calibrator as Calibrator,
@@ -103,7 +103,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "algorithms": [
-        "Algorithm",
         "alternating",
         "ce",
         "clsprox",
@@ -135,6 +134,7 @@ _HOMES = {
     "engine": ["batched", "installed", "sequential"],
     "errors": ["DataError", "UnskewError", "UsageError"],
     "evaluate": ["Scores", "batches", "score"],
+    "exchange": ["Algorithm"],
     "experiments": ["Experiment", "load_model", "run"],
     "heads": ["Calibrator", "calibrate", "ccvr", "ffc", "oracle"],
     "discriminants": ["fedcof", "gnb", "lda", "ncm"],

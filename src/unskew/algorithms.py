@@ -5,100 +5,32 @@ Factories bear the papers' names (`fedavg`); modifications are wrappers that rep
 wrap (`proximal`, `server`). `unskew.methods` finds them by name. One sign throughout: delta = trained - start.
 
 `init`, `correct` and `update` see the tensors that are learnable and shared, `correct` also those that stay at home.
-Two things are the engine's alone, so that no author can get them wrong: tensors that are not `shared` live with the
-client, and running statistics of batch norm are averaged by examples, never pushed through a server's optimiser.
+Three things are the engine's alone, so that no author can get them wrong: tensors that are not `shared` live with the
+client, running statistics of batch norm are averaged by examples, never pushed through a server's optimiser, and a
+`pull` to the start is added after `correct`, so that FedNova and SCAFFOLD can reckon with it.
+
+Each docstring says where its method *ends*: the model that a round gives back as it was. f_k is client k's mean loss
+with weight decay, p_k its weight, and *the optimum* that of sum_k p_k f_k. `tests/test_fixed_points.py` goes there.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.errors import COUNT, NOT_NEGATIVE, PART, POSITIVE, UsageError, check_number, expect
-from unskew.exchange import Batch, Context, Net, Output, Work
+from unskew.errors import NOT_NEGATIVE, PART, POSITIVE, UsageError, check_number, expect
+from unskew.exchange import Algorithm, Batch, Context, Net, Output, Population, Pull, Work, always
 from unskew.models import Split, body, head, linear
 from unskew.optim import ServerOptimiser, adagrad, adam, momentum, yogi
 from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
 from unskew.variants import projected
 
-# ---------------------------------------------------------------------------------------------- the type
-
-
-def always(name: str) -> bool:
-    """Yes, for every tensor."""
-    return True
-
-
-def never(name: str) -> bool:
-    """No, for every tensor."""
-    return False
-
-
-def learning(name: str, progress: Tensor) -> Tensor:
-    """Every tensor learns during all of the local work."""
-    return progress.new_ones(())
-
-
-def no_state(params: Tree) -> Tree:
-    """A server without state."""
-    return {}
-
-
-def no_memory(params: Tree, model: Tree) -> Tree:
-    """A client that keeps nothing."""
-    return {}
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of a batch."""
-    return F.cross_entropy(logits, labels)
-
-
-def no_penalty(net: Net, params: Tree, batch: Batch, output: Output, context: Context) -> Tensor:
-    """Add nothing to the criterion."""
-    return output.logits.new_zeros(())
-
-
-def as_it_is(grads: Tree, params: Tree, context: Context) -> Tree:
-    """Leave the gradients alone."""
-    return grads
-
-
-def any_model(model: Split, output: Output) -> None:
-    """Refuse no model."""
-
-
-Correct = Callable[[Tree, Tree, Context], Tree]  # gradients, params -> gradients
 CALLED = "call its factory: fedavg()"  # what to do about a base that is none
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """A federated training method. A new one is a `replace` of these fields on an existing one.
-
-    >>> sign = replace(fedavg(), correct=lambda grads, params, context: {k: g.sign() for k, g in grads.items()})
-    """
-
-    report: Callable[[Tree, Context, Work], tuple[Tree, Tree]]  # trained params -> upload (to be ADDED), memory
-    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]  # params, state, summed upload -> params, state
-    init: Callable[[Tree], Tree] = no_state  # params -> the server's state
-    enroll: Callable[[Tree, Tree], Tree] = no_memory  # params, whole model -> memory of a client seen first
-    criterion: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # logits, labels -> scalar
-    penalty: Callable[[Net, Tree, Batch, Output, Context], Tensor] = no_penalty  # what a method adds to it
-    correct: Correct = as_it_is  # gradients, params -> gradients
-    frozen: Callable[[str], bool] = never  # a constant: never trained, uploaded, averaged, counted
-    trained: Callable[[str, Tensor], Tensor] = learning  # name, share of local work done -> 1 if it learns now, or 0
-    shared: Callable[[str], bool] = always  # does it leave the client?
-    sent: Callable[[str], bool] = never  # an entry of the server's state: do clients receive it?
-    fits: Callable[[Split, Output], None] = any_model  # refuse a model, given what it makes of two examples
-    numbers: Mapping[str, float] = field(default_factory=dict)  # strengths that a local step reads from its context
-    population: int | None = None  # the number of all clients, if the method counts on it
-
 
 # ---------------------------------------------------------------------------------------------- methods
 
@@ -107,6 +39,10 @@ def fedavg(weight: str = "examples") -> Algorithm:
     r"""Average the clients' deltas: w <- w + sum_k p_k (w_k - w), with p_k = n_k / sum n.
 
     `weight="equal"` gives every client the weight 1. McMahan et al. 2017; CCVR section 3.1.
+
+    Ends where the deltas cancel, sum_k p_k delta_k = 0: with one local step at the optimum; with more beside it, the
+    farther the more clients differ and the longer they train, and towards those that take more steps. With a fraction
+    of the clients in each round it wanders about there.
     """
     if weight not in ("examples", "equal"):
         raise UsageError(f"weight is {weight!r}: allowed are 'examples' (by size) and 'equal' (1 each)")
@@ -125,22 +61,24 @@ def proximal(base: Algorithm, mu: float, only: Callable[[str], bool] = always) -
     r"""FedProx: the local objective gains mu/2 ||w - w_start||^2, so a gradient gains mu (w - w_start).
 
     Li et al. 2018. With `only=head` it restrains the classifier alone: CCVR's clsprox (section 3.3).
+
+    Ends by the rule of its base, for deltas that are held back: FedAvg's drift gets smaller, not zero. FedNova and
+    SCAFFOLD count steps that are held back as fewer: see `unskew.optim.effective`.
     """
     expect("base", base, Algorithm, CALLED)
     check_number("mu", mu, NOT_NEGATIVE)
 
-    name = unused("proximal", base.numbers)
-    return replace(base, correct=_pulled(base.correct, only, name), numbers={**base.numbers, name: mu})
+    number = unused("proximal", base.numbers)
+    return replace(base, pull=_pulled(base.pull, only, number), numbers={**base.numbers, number: mu})
 
 
 @functools.cache  # equal wrappers of equal functions are the same function: runs that share it can share lanes
-def _pulled(base: Correct, only: Callable[[str], bool], name: str) -> Correct:
-    def correct(grads: Tree, params: Tree, context: Context) -> Tree:
-        grads, mu = base(grads, params, context), context.numbers[name]
-        pulled = {name: grads[name] + mu * (params[name] - context.start[name]) for name in grads if only(name)}
-        return {**grads, **pulled}
+def _pulled(base: Pull, only: Callable[[str], bool], number: str) -> Pull:
+    def pull(name: str, context: Context) -> float | Tensor:
+        mu = base(name, context)
+        return mu + context.numbers[number] if only(name) else mu
 
-    return correct
+    return pull
 
 
 def unused(name: str, numbers: Mapping[str, float]) -> str:
@@ -153,6 +91,9 @@ def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") ->
 
     `server(base, momentum(0))` equals `base` to rounding, for every base. The optimiser's state stands under `name` in
     the server's state and is not sent to clients; a second `server` around the first needs another name.
+
+    Ends where `base` ends, for there is nothing to add there. An adaptive one gets there if its lr / eps is small, as
+    0.1 / 0.1: near the end its step is lr / eps times that of `base`. Else it keeps circling.
     """
 
     expect("base", base, Algorithm, CALLED)
@@ -160,8 +101,8 @@ def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") ->
     def mine(key: str) -> bool:
         return key.startswith(name + "/")
 
-    def init(params: Tree) -> Tree:
-        state = base.init(params)
+    def init(params: Tree, population: Population) -> Tree:
+        state = base.init(params, population)
         if any(map(mine, state)):
             raise UsageError(f"the base algorithm keeps state under {name!r} already: give server(...) another name")
         return {**state, **prefix(name, optimiser.init(params))}
@@ -177,14 +118,17 @@ def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") ->
 def fednova(weight: str = "examples") -> Algorithm:
     r"""Average directions, not distances: w <- w + tau_eff sum_k p_k (w_k - w) / a_k, with tau_eff = sum_k p_k a_k.
 
-    a_k is the number of effective steps of client k (see `effective`), so that a client with many steps does not pull
-    the average towards itself. Wang et al. 2020, for SGD with momentum; with equal steps it is FedAvg. Counted per
-    tensor.
+    a_k is the number of effective steps of client k (see `unskew.optim.effective`), so that a client with many steps
+    does not pull the average towards itself. Wang et al. 2020, for SGD with momentum and a proximal term, counted per
+    tensor. With equal steps it is FedAvg, and with a proximal term FedProx.
+
+    Ends where the directions cancel, sum_k p_k delta_k / a_k = 0: at the optimum but for terms of the order of lr *
+    steps, so that a smaller learning rate brings it there, unlike FedAvg when clients' steps differ.
     """
 
     def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
         share = _share(work, weight)
-        steps = {name: effective(work.steps[name], work.momentum) for name in params}
+        steps = pick(work.effective(), params.__contains__)
         directions = each(torch.div, sub(params, context.start), steps)
         return {
             **prefix("delta", scale(directions, share)),
@@ -199,49 +143,60 @@ def fednova(weight: str = "examples") -> Algorithm:
     return replace(fedavg(weight), report=report, update=update)
 
 
-def effective(steps: Tensor, momentum: float) -> Tensor:
-    r"""What `steps` steps of SGD with momentum rho amount to, in gradients: (tau - rho (1 - rho^tau) / (1 - rho)) /
-    (1 - rho).
-
-    The sum of the weights with which the gradients of tau steps enter the final weights, over the learning rate
-    (FedNova, Wang et al. 2020, section 4). At least 1, so that a tensor that never learnt can be divided by it.
-    """
-    rho = momentum
-    return ((steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)).clamp(min=1)
-
-
-def scaffold(population: int = 10, weight: str = "examples") -> Algorithm:
+def scaffold(weight: str = "examples") -> Algorithm:
     r"""Correct each gradient by control variates: g - c_k + c, so that clients drift less (Karimireddy et al. 2020).
 
-    c is the server's state and sent, c_k client k's memory. After training, option II: c_k <- c_k - c - delta / (a
-    lr), where a is the number of effective steps under momentum (plain steps would let c_k grow without bound), and c
-    <- c + sum of the changes / `population`, the number of all clients. From zero variates, the first round is
-    FedAvg.
+    c is the server's state and sent, c_k client k's memory, zero before its first visit. After training, option II:
+    c_k <- c_k - c - delta / (a lr), where a is the number of effective steps (plain steps would let c_k grow without
+    bound under momentum). The server adds p_k times each change to c, with p_k the client's weight among *all* clients,
+    so that c = sum_k p_k c_k whoever trains: the paper has p_k = 1 / N, as `weight="equal"`. From zero variates, the
+    first round is FedAvg.
+
+    Ends at the optimum, for any number of local steps, and also with a fraction of the clients in each round: nothing
+    moves where c_k is the gradient of f_k and c = 0. The correction is the same in all steps of a client, so that the
+    more there are the smaller a learning rate it takes; a larger one diverges where FedAvg would not.
     """
     base = fedavg(weight)
-    check_number("population", population, COUNT)
 
-    def correct(grads: Tree, params: Tree, context: Context) -> Tree:
-        known = {name: grads[name] - context.memory[name] + context.state[name] for name in context.memory}
-        return {**grads, **known}
+    def init(params: Tree, population: Population) -> Tree:
+        everyone = population.examples if weight == "examples" else population.clients
+        return {**prefix("control", zeros(params)), "weight": _number(params, everyone)}
 
     def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
         upload, _ = base.report(params, context, work)
-        delta = sub(params, context.start)
-        gradient = {
-            name: -value / (effective(work.steps[name], work.momentum) * work.lr) for name, value in delta.items()
-        }
-        control = add(sub(context.memory, context.state), gradient)
-        return {**upload, **prefix("control", sub(control, context.memory))}, control
+        lengths, server, control = scale(work.effective(), work.lr), under("control", context.state), {}
+        for name, own in context.memory.items():
+            found = own - server[name] + (context.start[name] - params[name]) / lengths[name]
+            control[name] = torch.where(work.steps[name] * work.lr > 0, found, own)  # who took no step found nothing
+        change = scale(sub(control, context.memory), upload["weight"])
+        return {**upload, **prefix("control", change)}, control
 
     def update(params: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
         params, _ = base.update(params, {}, total)
-        return params, add(state, scale(under("control", total), 1 / population))
+        change = scale(under("control", total), 1 / state["weight"])
+        return params, {**state, **prefix("control", add(under("control", state), change))}
 
-    return replace(
-        base, init=zeros, enroll=lambda params, model: zeros(params), correct=correct, report=report, update=update,
-        sent=always, population=population,
-    )  # fmt: skip
+    return replace(base, init=init, enroll=zero_memory, correct=controlled, report=report, update=update, sent=controls)
+
+
+def controlled(grads: Tree, params: Tree, context: Context) -> Tree:
+    """SCAFFOLD's gradients: see `scaffold`."""
+    own, server = context.memory, under("control", context.state)
+    return {**grads, **{name: grads[name] - own[name] + server[name] for name in own}}
+
+
+def controls(key: str) -> bool:
+    """Whether an entry of SCAFFOLD's state is part of the server's control variate, which clients receive."""
+    return key.startswith("control/")
+
+
+def zero_memory(params: Tree, model: Tree) -> Tree:
+    """A client that keeps something like the parameters, zero at first."""
+    return zeros(params)
+
+
+def _number(params: Tree, value: float) -> Tensor:
+    return next(iter(params.values())).new_tensor(float(value))
 
 
 def moon(mu: float = 1.0, tau: float = 0.5, projection: bool = True, weight: str = "examples") -> Algorithm:
@@ -252,6 +207,11 @@ def moon(mu: float = 1.0, tau: float = 0.5, projection: bool = True, weight: str
     seen for the first time has the global one, which makes the term constant. Both are in eval mode. z is what the
     classifier takes: the output of a projection head, as in CCVR's CNN. A network without one is refused unless
     `projection` is false.
+
+    Ends where FedAvg of criterion + penalty does, each client's previous model being the one it trains there. That is
+    no optimum even with one local step: the previous model pushes, while the global one, where z starts, does not pull.
+    Where mu is large or features are short it does not end: clients swing from one side of the global model to the
+    other, each away from its previous model.
     """
     check_number("mu", mu, NOT_NEGATIVE)
     check_number("tau", tau, POSITIVE)
@@ -282,19 +242,20 @@ def contrast(net: Net, params: Tree, batch: Batch, output: Output, context: Cont
     return context.numbers["moon/mu"] * losses
 
 
-def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
+def feddyn(alpha: float = 0.01) -> Algorithm:
     r"""Dynamic regularisation: gradients become g - h_k + alpha (w - w_start) (Acar et al. 2021, Algorithm 1).
 
-    Client k keeps h_k <- h_k - alpha delta. The server keeps h <- h - alpha / m * sum of deltas, with m =
-    `population`, and sets w <- mean of the clients' w_k - h / alpha. Clients count equally, as in the paper.
+    Client k keeps h_k <- h_k - alpha delta. The server keeps h <- h - alpha / m * sum of deltas, with m the number of
+    all clients, and sets w <- mean of the clients' w_k - h / alpha. Clients count equally, as in the paper.
+
+    Ends at the optimum of equal p_k, for any number of local steps, and also with a fraction of the clients in each
+    round: nothing moves where h_k is the gradient of f_k and h = 0.
     """
     check_number("alpha", alpha, POSITIVE)
-    check_number("population", population, COUNT)
     base = proximal(fedavg("equal"), alpha)
 
-    def correct(grads: Tree, params: Tree, context: Context) -> Tree:
-        grads = base.correct(grads, params, context)
-        return {**grads, **{name: grads[name] - context.memory[name] for name in context.memory}}
+    def init(params: Tree, population: Population) -> Tree:
+        return {**prefix("h", zeros(params)), "clients": _number(params, population.clients)}
 
     def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
         upload, _ = base.report(params, context, work)
@@ -302,13 +263,15 @@ def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
 
     def update(params: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
         mean, _ = base.update(params, {}, total)
-        state = sub(state, scale(under("delta", total), alpha / population))
-        return sub(mean, scale(state, 1 / alpha)), state
+        h = sub(under("h", state), scale(under("delta", total), alpha / state["clients"]))
+        return sub(mean, scale(h, 1 / alpha)), {**state, **prefix("h", h)}
 
-    return replace(
-        base, init=zeros, enroll=lambda params, model: zeros(params), correct=correct, report=report, update=update,
-        population=population,
-    )  # fmt: skip
+    return replace(base, init=init, enroll=zero_memory, correct=dynamic, report=report, update=update)
+
+
+def dynamic(grads: Tree, params: Tree, context: Context) -> Tree:
+    """FedDyn's gradients, but for the proximal term: see `feddyn`."""
+    return {**grads, **{name: grads[name] - value for name, value in context.memory.items()}}
 
 
 # ---------------------------------------------------------------------------------------------- what learns and leaves
@@ -317,6 +280,8 @@ def feddyn(alpha: float = 0.01, population: int = 10) -> Algorithm:
 def frozen_head(base: Algorithm) -> Algorithm:
     """The classifier stays as it was drawn, on all clients, and is never sent: SphereFed's "Fix", and the
     "BABU" of its tables.
+
+    Ends where `base` ends on the problem that is left: the features that serve this classifier.
     """
     expect("base", base, Algorithm, CALLED)
     return replace(base, frozen=_or_head(base.frozen))
@@ -332,6 +297,8 @@ def on_sphere(base: Algorithm) -> Algorithm:
 
     For a model made by `spherical`; one whose features have another norm, or whose classifier has a bias, is refused.
     It replaces the criterion alone: what the base adds, such as MOON's penalty, stays.
+
+    Ends where `base` ends on that problem, which is not convex, so that there may be several such points.
     """
 
     def fits(model: Split, output: Output) -> None:
@@ -373,7 +340,11 @@ def _tempered(temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def keep_local(base: Algorithm, mine: Callable[[str], bool]) -> Algorithm:
-    """The tensors `mine(name)` stay with each client; see `lg_fedavg` and `fedrep`."""
+    """The tensors `mine(name)` stay with each client; see `lg_fedavg` and `fedrep`.
+
+    Ends where each client's own tensors stay and those that are shared end as `base` says: the optimum is then that of
+    sum_k p_k f_k(shared, own_k).
+    """
     expect("base", base, Algorithm, CALLED)
     return replace(base, shared=_except(base.shared, mine))
 
@@ -384,7 +355,10 @@ def _except(base: Callable[[str], bool], mine: Callable[[str], bool]) -> Callabl
 
 
 def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
-    """The classifier learns during the first `share` of the local steps, the features after; see `fedrep`."""
+    """The classifier learns during the first `share` of the local steps, the features after; see `fedrep`.
+
+    Ends by the rule of `base`, with the deltas of such steps.
+    """
     expect("base", base, Algorithm, CALLED)
     check_number("share", share, PART)
 

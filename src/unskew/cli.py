@@ -446,7 +446,7 @@ def list_names(what: str | None) -> None:
                 table.add_row(known.name, str(known.classes), known.description)
         if kind == "methods":
             for name, piece in pieces.items():
-                table.add_row(name, piece.about, piece.source, _listed(piece.options, {"population": "--clients"}))
+                table.add_row(name, piece.about, piece.source, _listed(piece.options, {}))
         for name, factory in factories.get(kind, {}).items():
             given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
             options = "" if kind == "models" else _listed(defaults_of(factory), given)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from unskew.heads_file import Opened
     from unskew.models import Split
-    from unskew.statistics import FeatureStats, Origin
+    from unskew.origin import Origin
+    from unskew.statistics import FeatureStats
     from unskew.statistics_file import Head
 
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unskew.models import Split
+    from unskew.origin import Origin
     from unskew.sites import SiteData
-    from unskew.statistics import Origin
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -128,12 +128,12 @@ def _form(
     if budget is None:
         return form or "pooled", precision or "float64"
     empty = replace(FeatureStats.zero(classes, width, "none", transform), origin=origin)
-    numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64", True, False).values())
+    numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64").values())
     header = size_of(empty) - numbers_alone + (900 if held_out else 400)  # what the examples add to it, at most
     needs: list[int] = []
     for shape in [form] if form else FORMS:
         for numbers in [precision] if precision else PRECISIONS:
-            kinds = kinds_of(classes, width, shape, numbers, True, held_out)
+            kinds = kinds_of(classes, width, shape, numbers, held_out)
             needs.append(header + sum(kind.nbytes for kind in kinds.values()))
             if needs[-1] <= _bytes(budget):
                 return shape, numbers
@@ -299,9 +299,9 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _numbers(name: str, text: str | None) -> list[float] | None:
+def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
     try:
-        return None if text is None else [float(word) for word in text.split(",")]
+        return None if text is None else tuple(float(word) for word in text.split(","))
     except ValueError:
         raise UsageError(f"{name} is {text!r}: give one number for each channel, as in 0.485,0.456,0.406") from None
 
@@ -311,6 +311,7 @@ def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split, bool]:
     from unskew.foreign import brings_weights
     from unskew.heads_file import labels_in, opened
     from unskew.inputs import each
+    from unskew.preparation import Preparation
     from unskew.sites import read_labels, site_data
 
     device = checked_device(given["device"])
@@ -318,8 +319,9 @@ def _site(given: Mapping[str, Any], part: str) -> tuple[SiteData, Split, bool]:
         note("without --weights, the model's initial weights make the features: they must be the same everywhere")
     carried = labels_in(given["weights"]) if given["weights"] else None
     labels = read_labels(given["labels"]) if given["labels"] else carried
-    data = site_data(given["data"], part=part, labels=labels, classes=given["classes"], image_size=given["image_size"],
-                     mean=_numbers("mean", given["mean"]), std=_numbers("std", given["std"]),
+    preparation = Preparation(image_size=given["image_size"], mean=_numbers("mean", given["mean"]),
+                              std=_numbers("std", given["std"]))  # fmt: skip
+    data = site_data(given["data"], part=part, labels=labels, classes=given["classes"], preparation=preparation,
                      label_column=given["label_column"], batch=given["batch"])  # fmt: skip
     first = next(iter(data.batches()), None)
     if first is None:
@@ -342,10 +344,10 @@ def _on(batches: Iterable[tuple[Any, Tensor]], device: str) -> Iterator[tuple[An
 
 
 def _origin(data: SiteData, classes: int) -> Origin:
-    from unskew.statistics import Origin
+    from unskew.origin import Origin
 
     labels = data.labels if data.labels is not None and len(data.labels) == classes else None
-    return Origin(labels=labels, preparation=data.preparation)
+    return Origin(labels=labels, preparation=None if data.preparation is None else str(data.preparation))
 
 
 def _counted(batches: Iterable[tuple[Any, Tensor]], progress: Callable[[int], None]) -> Iterator[tuple[Any, Tensor]]:

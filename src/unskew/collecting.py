@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,9 +14,10 @@ from torch import Tensor
 from unskew.errors import COUNT, UsageError, check_number, expect
 from unskew.inputs import described, joined, parts_of
 from unskew.models import Split, evaluating
+from unskew.origin import Origin
 from unskew.results import seal
 from unskew.running import Runner, in_type_of
-from unskew.statistics import ROWS, FeatureStats, Origin
+from unskew.statistics import ROWS, FeatureStats
 from unskew.transforms import Transform
 from unskew.tree import Tree
 
@@ -33,6 +34,7 @@ def collect(
     *,
     held_out: float = 0.0,
     origin: Origin | None = None,
+    watch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> FeatureStats:
     """All that a client has to call: the moments of its features, from batches of (inputs, labels).
 
@@ -40,7 +42,8 @@ def collect(
     The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time (on a GPU 16
     times as many), and every module's mode is as before afterwards. An iterable without batches gives statistics of
     zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
-    `holding_out`. `origin` says what else is known of the data.
+    `holding_out`. `origin` says what else is known of the data. `watch` is shown the features and the labels of each
+    batch, to score a head on the way, say.
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     check_number("classes", classes, COUNT)
@@ -67,6 +70,8 @@ def collect(
             z = run(x, len(y))
             z = z.cpu() if z.device.type == "mps" else z  # which has no float64
             z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
+            if watch is not None:
+                watch(z, y.to(z.device))
             waiting.append((z, y, held))
             examples += len(y)
             if examples >= rows * (ON_GPU if z.is_cuda else 1):
@@ -75,6 +80,7 @@ def collect(
             lines.add(described(x, len(y)))
         if waiting:
             include()
+    total._check_known()
     inputs = joined(lines) or origin.inputs
     origin = replace(origin, layer=model.layer, weights=digest.result(), inputs=inputs)
     return replace(total, origin=origin)

@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from unskew.algorithms import Algorithm, always
 from unskew.engine import begin, enter, leave, network, seen, travelling
 from unskew.errors import lookup
-from unskew.exchange import Context
+from unskew.exchange import Algorithm, Context, Population, always
 from unskew.heads import Calibrator
 from unskew.models import Split
 from unskew.optim import SGD
@@ -51,7 +50,7 @@ def traffic(model: Split, algorithm: Algorithm) -> Traffic:
     ['features.1.bias', 'features.1.weight']
     """
     net = network(model)
-    state = pick(algorithm.init(seen(net, algorithm, net.tree)), algorithm.sent)
+    state = pick(algorithm.init(seen(net, algorithm, net.tree), Population(1, 1)), algorithm.sent)
     client = enter(net, algorithm, net.tree)
     context = Context(net.tree, {**net.tree, **client.own}, state, client.memory, algorithm.numbers)
     examples = next(iter(net.tree.values())).new_ones(())

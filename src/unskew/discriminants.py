@@ -3,8 +3,6 @@
 `lda` takes one covariance for all classes (pooled moments; FedCGS sends the same), `gnb` variances for each class
 (diagonal), `ncm` nothing but means (none), and `fedcof` estimates covariances from how far the clients' means lie
 apart, so that it needs means only, but each client's own.
-
-A class without examples gets the lowest logit there is.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from unskew.errors import UsageError
 from unskew.heads import Calibrator, Task, behind
 from unskew.models import linear_of
 from unskew.ridge import solve, strength
-from unskew.statistics import FORMS
+from unskew.statistics import FORMS, STILL
 from unskew.transforms import Transform
 
 
@@ -25,9 +23,9 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
 
     logit_c = mu_c' S^-1 z - mu_c' S^-1 mu_c / 2 + log pi_c, where S = (1 - s) S_w + s trace(S_w) / d I, S_w is the
     scatter within the classes over the number of examples, s is `shrinkage`, and pi_c is the prior, or else the
-    classes' shares. Where it is 0 and `choose` holds, s is made from the ridge that suits the moments
-    (`ridge.strength`): discriminant analysis with S_w + r I and ridge regression span the same directions, so the same
-    r serves both. Without any, dead features can spoil the head.
+    classes' shares. Where it is 0 and `choose` holds, S = S_w + diag(r) / n with the ridge r that suits the moments
+    (`ridge.strength`): discriminant analysis with it and ridge regression span the same directions, so the same r
+    serves both. Without any, features that hardly vary can spoil the head.
 
     Equal to scikit-learn's LinearDiscriminantAnalysis(solver="lsqr", shrinkage=s). Refused where the model's classifier
     has no bias, which it needs.
@@ -37,15 +35,13 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
 
     def fit(task: Task) -> nn.Module:
         stats, n = task.stats, task.stats.count.sum()
-        within = stats.scatter / n
-        level = within.diagonal().mean()
-        share = shrinkage
-        if choose and not shrinkage:
-            ridge = strength(stats, True)
-            share = float(ridge / (ridge + n * level).clamp(min=1e-300))
-        within.mul_(1 - share).diagonal().add_(share * level)
-        centre = stats.first.sum(0) / n  # means are taken from here: what they share is large and decides nothing
-        weight = solve(within, (stats.mean - centre).T, 0.0).T  # (C, d)
+        within = stats.within / n
+        centre = (stats.count[:, None] * stats.mean).sum(0) / n  # what all means share is large and decides nothing
+        still = within.diagonal() <= (STILL * centre) ** 2
+        within.masked_fill_(still | still[:, None], 0.0)
+        ridge = strength(stats, True) / n if choose and not shrinkage else shrinkage * within.diagonal().mean()
+        within.mul_(1 - shrinkage)
+        weight = solve(within, (stats.mean - centre).T.masked_fill(still[:, None], 0.0), ridge).T  # (C, d)
         bias = _log_prior(task) - (weight * (stats.mean + centre)).sum(1) / 2
         return _head(weight, bias, transform, task)
 
@@ -65,10 +61,9 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
 
     def fit(task: Task) -> nn.Module:
         stats = task.stats.reduced("diagonal")
-        n, mean = stats.count.clamp(min=1)[:, None], stats.mean
-        total = stats.count.sum()
-        overall = stats.second.sum(0) / total - (stats.first.sum(0) / total) ** 2
-        variance = (stats.second / n - mean**2).clamp(min=0) + max(smoothing * float(overall.max()), 1e-300)
+        n, mean, share = stats.count.clamp(min=1)[:, None], stats.mean, (stats.count / stats.count.sum())[:, None]
+        overall = (share * (stats.scatter / n + (mean - (share * mean).sum(0)) ** 2)).sum(0)
+        variance = (stats.scatter / n).clamp(min=0) + max(smoothing * float(overall.max()), 1e-300)
         bias = _log_prior(task) - 0.5 * (mean**2 / variance + variance.log()).sum(1)
         return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, task)
 
@@ -83,8 +78,7 @@ def ncm(transform: str = "identity") -> Calibrator:
 
     def fit(task: Task) -> nn.Module:
         mean = task.stats.mean
-        known = torch.where(task.stats.count > 0, 0.0, -torch.inf)
-        return _head(mean, known - (mean**2).sum(1) / 2, transform, task)
+        return _head(mean, -(mean**2).sum(1) / 2, transform, task)
 
     name = Transform(transform).name
     return Calibrator("ncm", ("none", *FORMS[:-1]), name, fit, name, weighs=False)
@@ -95,8 +89,10 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
 
     Sigma_c = 1 / (K_c - 1) sum_k n_kc (mu_kc - mu_c)(mu_kc - mu_c)' + gamma I over the K_c clients that have class c:
     the mean of n draws varies n times less than a draw, so this is unbiased if clients draw from the same class
-    distribution. Then W = (sum_c (N_c - 1) Sigma_c)^-1 U, as FFC from the scatter within classes alone, each row
-    divided by its length. It needs many clients per class; gamma is the paper's shrinkage.
+    distribution; of a class that one client has alone, Sigma_c = gamma I. Then W = (sum_c (N_c - 1) Sigma_c + N mu
+    mu')^-1 U with mu the mean of all N examples: as FFC, but without the scatter between the classes. Each row is
+    divided by its length. It needs many clients per class; gamma is the paper's shrinkage. Equal to the authors' code
+    (github.com/dipamgoswami/FedCOF, federate_classes.py) in float64.
     """
     if not gamma >= 0:
         raise UsageError(f"gamma is {gamma}: it must be 0 or more")
@@ -110,13 +106,15 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
         together = max(1, 1024 // stats.classes)  # sites, so that products are few and large
         for start in range(0, len(count), together):
             some = slice(start, start + together)
-            means = torch.stack([site.first for site in task.sites[some]]) / count[some, :, None].clamp(min=1)
+            means = torch.stack([site.mean for site in task.sites[some]])
             apart = (means - mean) * (count[some] * share).sqrt()[..., None]  # zero for clients without that class
             gram.addmm_(apart.flatten(0, 1).T, apart.flatten(0, 1))
         gram.diagonal().add_(gamma * within.sum())
+        total = stats.cross.sum(1)
+        gram.addr_(total, total / stats.count.sum())
         weight = nn.functional.normalize(solve(gram, stats.cross, 0.0).T)
         new = weight.to(task.old.weight)
-        bias = None if task.old.bias is None else torch.where(stats.count > 0, 0.0, -1e4).to(new)
+        bias = None if task.old.bias is None else new.new_zeros(len(new))
         return behind(linear_of(new, bias), transform, task.width)
 
     name = Transform(transform).name
@@ -135,6 +133,5 @@ def _head(weight: Tensor, bias: Tensor, transform: str, task: Task) -> nn.Module
         raise UsageError("the model's classifier has no bias, which this calibrator needs: choose ffc or ccvr")
     known = task.stats.count > 0
     weight, bias = (value - value[known].mean(0) for value in (weight, bias.double()))
-    lowest = max(torch.finfo(task.old.weight.dtype).min / 4, -1e30)
-    return behind(linear_of(weight.to(task.old.weight), bias.clamp(min=lowest).to(task.old.weight)), transform,
-                  task.width)  # fmt: skip
+    bias = bias.masked_fill(~known, 0.0).to(task.old.weight)  # which `silence` takes care of
+    return behind(linear_of(weight.to(task.old.weight), bias), transform, task.width)

@@ -64,7 +64,8 @@ def check_shareable(runs: Sequence[Training]) -> None:
 def program(run: Training) -> tuple[object, ...]:
     """What a local step is made of: runs of equal programs can share lanes."""
     method, shapes = run.algorithm, tuple((name, value.shape, value.dtype) for name, value in run.net.tree.items())
-    functions = (method.criterion, method.penalty, method.correct, method.frozen, method.trained, method.shared)
+    functions = (method.criterion, method.penalty, method.correct, method.pull, method.frozen, method.trained,
+                 method.shared)  # fmt: skip
     settings = run.batch, run.augment, id(run.federation.data)
     start = run.start()
     kept = (pick(start.state, method.sent), *run.visitor(start, 0))

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from unskew.algorithms import Algorithm, learning
 from unskew.data import Crops, Dataset, draw_crops, gather, normalise
 from unskew.errors import UsageError
-from unskew.exchange import Batch, Client, Context, Output, Work
+from unskew.exchange import Algorithm, Batch, Client, Context, Output, Work, learning, unpulled
 from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import derive, generator
@@ -175,7 +174,7 @@ LocalStep = Callable[[Local, Batch, Context, Tensor, SGD], Local]
 
 
 def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
-    """One step of SGD of one client: criterion + penalty -> gradient -> correct -> momentum -> new weights."""
+    """One step of SGD of one client: criterion + penalty -> gradient -> correct -> pull -> momentum -> new weights."""
     trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
 
     def step(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: SGD) -> Local:
@@ -197,6 +196,10 @@ def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
             raise UsageError(
                 "an algorithm's `correct` must return a gradient of the same shape for every name that it got"
             )
+        if algorithm.pull is not unpulled:
+            for name, mu in _pulls(algorithm, grads, context).items():
+                if isinstance(mu, Tensor) or mu:
+                    grads = {**grads, name: grads[name] + mu * (learnt[name] - context.start[name])}
         velocity = sgd.velocity(grads, learnt, local.velocity)
         moved = sgd.step(learnt, velocity)
         steps = each(lambda count: count + 1, local.steps)
@@ -213,6 +216,11 @@ def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
         )
 
     return step
+
+
+def _pulls(algorithm: Algorithm, names: Iterable[str], context: Context) -> dict[str, float | Tensor]:
+    """How strongly each tensor is drawn to its start."""
+    return {name: algorithm.pull(name, context) for name in names}
 
 
 # An algorithm's init, enroll, report and update see learnable, shared tensors only; running statistics and tensors that
@@ -244,7 +252,8 @@ def leave(
     net: Network, algorithm: Algorithm, sgd: SGD, local: Local, context: Context, examples: Tensor
 ) -> tuple[Tree, Client]:
     """The upload of a client that has finished, and what stays with it."""
-    work = Work(examples, local.steps, sgd.lr, sgd.momentum, local.model)
+    pulls = _pulls(algorithm, local.steps, context)
+    work = Work(examples, local.steps, sgd.lr, sgd.momentum, pulls, local.model)
     upload, memory = _pair("report", algorithm.report(seen(net, algorithm, local.model), context, work))
     moves = _moving(net, algorithm)
     statistics = sub(pick(local.model, lambda name: moves(name) and algorithm.shared(name)), context.start)

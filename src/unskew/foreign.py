@@ -124,7 +124,7 @@ def _program(path: str, trust: bool) -> nn.Module:
         raise DataError(f"{path}: not a readable program of torch.export, or cut short ({one_line(error)})") from error
 
 
-def _imported(library: str) -> Any:
+def imported(library: str) -> Any:
     """A library that is not among Unskew's own; if it fails since torchvision does, that is named."""
     package = library.partition(".")[0]
     try:
@@ -155,7 +155,7 @@ def _broken_torchvision() -> str:
 
 
 @contextlib.contextmanager
-def _without_broken_torchvision() -> Iterator[None]:
+def without_broken_torchvision() -> Iterator[None]:
     """For transformers, which does without torchvision, but not with one that fails: let it seem not to be there."""
     if not _broken_torchvision():
         yield
@@ -167,7 +167,7 @@ def _without_broken_torchvision() -> Iterator[None]:
         del sys.modules["torchvision"]
 
 
-def _known(library: str, name: str, names: Iterable[str]) -> None:
+def check_known(library: str, name: str, names: Iterable[str]) -> None:
     """Refuse a name that a library does not have, with near ones; unlike `lookup` not with all: there are hundreds."""
     names = sorted(names)
     if name not in names:
@@ -179,8 +179,8 @@ def _known(library: str, name: str, names: Iterable[str]) -> None:
 
 def _torchvision(name: str, classes: int | None) -> nn.Module:
     """A classification network of torchvision."""
-    models = _imported("torchvision.models")
-    _known("torchvision", name, models.list_models(module=models))
+    models = imported("torchvision.models")
+    check_known("torchvision", name, models.list_models(module=models))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of initial weights to come
         return models.get_model(name, weights=None, **({} if classes is None else {"num_classes": classes}))
@@ -188,15 +188,15 @@ def _torchvision(name: str, classes: int | None) -> nn.Module:
 
 def _timm(name: str, classes: int | None) -> nn.Module:
     """A network of timm; a tag behind a point, which names trained weights, is allowed and says nothing here."""
-    timm = _imported("timm")
-    _known("timm", name.partition(".")[0], timm.list_models())
+    timm = imported("timm")
+    check_known("timm", name.partition(".")[0], timm.list_models())
     return timm.create_model(name, pretrained=False, **({} if classes is None else {"num_classes": classes}))
 
 
 def _transformers(name: str, classes: int | None) -> nn.Module:
     """A classifier of texts or images of transformers: by its configuration, or with the weights of its folder."""
-    with _without_broken_torchvision():
-        library = _imported("transformers")
+    with without_broken_torchvision():
+        library = imported("transformers")
         options = {} if classes is None else {"num_labels": classes}
         local = {"local_files_only": True, "trust_remote_code": False}
         filled = _has_weights(Path(name))
@@ -207,7 +207,7 @@ def _transformers(name: str, classes: int | None) -> nn.Module:
                 f"model is 'transformers:{name}': there is no {name}/config.json, and nothing is downloaded"
             )
         else:
-            _known("transformers", name, library.CONFIG_MAPPING)
+            check_known("transformers", name, library.CONFIG_MAPPING)
             config = library.CONFIG_MAPPING[name](**options)
         if type(config) in library.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             maker = library.AutoModelForSequenceClassification

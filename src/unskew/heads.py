@@ -28,7 +28,6 @@ from unskew.errors import UsageError, expect
 from unskew.machine import threads
 from unskew.models import Split, evaluating, linear, linear_of, width_of
 from unskew.optim import SGD
-from unskew.packing import pack
 from unskew.ridge import equations, solve, strength
 from unskew.statistics import FeatureStats, added
 from unskew.transforms import Transform, front_of
@@ -36,6 +35,7 @@ from unskew.variants import NormalisedLinear
 
 log = logging.getLogger(__name__)
 
+NEVER = 1e4  # what the logit of a class that nobody has lies below the others by
 PAPER = SGD(lr=0.001, momentum=0.9, weight_decay=1e-5)  # CCVR Table 8, calibration, CIFAR-10
 
 
@@ -114,6 +114,7 @@ class Calibrator:
             # the old one works on other features than the new one will: nothing of it can stay
             old = linear_of(old.weight.new_zeros(old.out_features, width), None if old.bias is None else old.bias * 0)
         made = self.fit(Task(stats, old, generator, prior, features, sites))
+        silence(linear(made), stats.count == 0)
         if not all(torch.isfinite(value).all() for value in made.parameters()):
             remedy = "lower its learning rate" if self.name == "ccvr" else "give it a ridge, or a model in float32"
             raise UsageError(f"{self.name} left the numbers that {old.weight.dtype} can hold: {remedy}")
@@ -221,7 +222,7 @@ def virtual_features(
     times as fast. On a CPU a few classes are worked on at a time, so that cores need not wait for each other, and
     hardly more memory is needed than all draws have in the end.
     """
-    device, mean, inference = stats.first.device, stats.mean, torch.is_inference_mode_enabled()
+    device, mean, inference = stats.mean.device, stats.mean, torch.is_inference_mode_enabled()
     labels = torch.arange(len(numbers), device=device).repeat_interleave(torch.tensor(numbers, device=device))
     drawn = torch.empty(len(labels), stats.dimension, dtype=dtype, device=device)
     abreast = max(1, min(torch.get_num_threads(), ABREAST, MATRICES // (8 * stats.dimension**2)))
@@ -235,7 +236,7 @@ def virtual_features(
                 part.addcmul_(noise, stats.variances_of(label).sqrt().to(dtype))
                 return
             covariance = stats.triangle_of(label).T
-            shift = mean[label] ** 2 / covariance.diagonal().clamp(min=1e-300)
+            shift = mean[label].abs() / covariance.diagonal().clamp(min=1e-300).sqrt()
             factor = root(covariance, dtype, (RAISE + SHIFTED * shift).clamp(max=HIGHEST))
             for start in range(0, stats.dimension, BLOCK):  # what is right of a block of the factor's rows is zero
                 some = slice(start, start + BLOCK)
@@ -259,7 +260,7 @@ def virtual_features(
 
 
 RAISE = 1e-11  # of variances, where a covariance is singular: far below what float32 can see
-SHIFTED = 1e-12  # more of them for each squared mean, in variances, since moments about zero are rounded by that
+SHIFTED = 1e-13  # more of them for a mean, in deviations: differences of means are rounded by that
 HIGHEST = 1e-6
 SURE = 1e-3  # what a feature must have of its own, of its variance, for float32 to be enough
 
@@ -410,15 +411,10 @@ def ffc(ridge: float = 0.0, transform: str = "identity", choose: bool = False) -
 
 def reweighted(stats: FeatureStats, prior: Tensor) -> FeatureStats:
     """The pooled moments as they would be if the classes had these shares of the examples: see `ffc`."""
-    n, count = stats.count.sum(), stats.count.clamp(min=1)
-    weight = prior * n / count  # (C,) of each example
-    first = stats.first * weight[:, None]
-    if stats.form == "class":
-        second = weight @ stats.second
-    else:
-        means = first.T @ (stats.first / count[:, None])  # (d, d)
-        second = pack(stats.scatter + means)
-    return FeatureStats(prior * n, first, second, "pooled", stats.transform, stats.origin, privacy=stats.privacy)
+    count = prior * stats.count.sum()
+    weight = count / stats.count.clamp(min=1)  # (C,) of each example
+    scatter = weight @ stats.scatter if stats.form == "class" else stats.scatter
+    return FeatureStats(count, stats.mean, scatter, "pooled", stats.transform, stats.origin, privacy=stats.privacy)
 
 
 # ---------------------------------------------------------------------------------------------- the yardstick
@@ -460,6 +456,20 @@ def plain(classifier: nn.Module) -> nn.Linear:
     """The ordinary linear layer of a classifier."""
     old = linear(classifier)
     return old.plain() if isinstance(old, NormalisedLinear) else old
+
+
+def silence(head: nn.Linear, absent: Tensor) -> None:
+    """Let a head never predict the classes that nobody has, in place.
+
+    Their logit becomes the mean of all others, which the largest is never below, and where there is a bias it lies far
+    below that too.
+    """
+    if not absent.any() or absent.all():
+        return
+    with torch.no_grad():
+        head.weight[absent] = head.weight[~absent].mean(0)
+        if head.bias is not None:
+            head.bias[absent] = head.bias[~absent].mean() - NEVER
 
 
 def behind(head: nn.Linear, transform: str, dimension: int) -> nn.Module:

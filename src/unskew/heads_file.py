@@ -25,9 +25,10 @@ from unskew.foreign import brings_weights, libraries, load_module
 from unskew.heads import behind, plain
 from unskew.inputs import stand_in
 from unskew.models import Split, linear, linear_of, networks
+from unskew.origin import Origin
 from unskew.programs import exported
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
-from unskew.statistics import FeatureStats, Origin
+from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
 from unskew.weights import is_safetensors, put_weights, read_weights, renamed, save_weights

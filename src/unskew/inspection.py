@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import DataError
-from unskew.statistics import FeatureStats, Origin
+from unskew.origin import Origin
+from unskew.statistics import FeatureStats
 from unskew.statistics_file import Head, head_of, load
 
 LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from unskew.algorithms import (
-    Algorithm,
     ce,
     clsprox,
     fedadagrad,
@@ -39,7 +38,8 @@ from unskew.algorithms import (
     on_sphere,
     scaffold,
 )  # fmt: skip
-from unskew.errors import COUNT, UsageError, check_number, expect, lookup
+from unskew.errors import UsageError, expect, lookup
+from unskew.exchange import Algorithm
 from unskew.models import Split
 from unskew.specs import called, converted, defaults_of, is_own, own, parse
 from unskew.variants import clsnorm, directions, fixed_classifier, projection, spherical, unit_features
@@ -131,16 +131,15 @@ pieces: dict[str, Piece] = {  # applied in this order, however a name orders the
 }  # fmt: skip
 
 
-def method(spec: str, population: int = 10) -> Method:
-    """The method of a spec; `population`, the number of all clients, goes to the pieces that need it.
+def method(spec: str) -> Method:
+    """The method of a spec.
 
     >>> sphere = method("fednova+on_sphere:rows=simplex")
     >>> sphere.algorithm.frozen("classifier.weight")
     True
     """
     expect("spec", spec, str, 'write a method\'s name, such as "fednova+on_sphere"')
-    check_number("population", population, COUNT)
-    chosen = [_chosen(part, population) for part in parts_of(spec)]
+    chosen = [_chosen(part) for part in parts_of(spec)]
     _check(spec, chosen)
     algorithm, variants = fedavg(), []
     for _, name, piece, options in sorted(chosen, key=_place):
@@ -164,7 +163,7 @@ def method(spec: str, population: int = 10) -> Method:
 def skeleton(spec: str, model: Split) -> Split:
     """The variant of a model that a method trains, with any values: what stored weights are loaded into."""
     named = [part for part in parts_of(spec) if not is_own(part)]
-    for _, _, piece, given in sorted((_chosen(part, 1) for part in named), key=_place):
+    for _, _, piece, given in sorted((_chosen(part) for part in named), key=_place):
         if piece.variant:
             options = {**piece.options, **given}
             if options.get("rows", "own") != "own":
@@ -186,7 +185,7 @@ def _place(chosen: _Chosen) -> tuple[bool, int]:
     return _modifies(chosen.piece), order.index(chosen.name) if chosen.name in order else len(order)
 
 
-def _chosen(spec: str, population: int) -> _Chosen:
+def _chosen(spec: str) -> _Chosen:
     """One piece of a method's spec."""
     if not spec.strip():
         raise UsageError("method has an empty piece: write names joined by single +, such as fednova+on_sphere")
@@ -208,8 +207,7 @@ def _chosen(spec: str, population: int) -> _Chosen:
         piece = piece if _modifies(piece) else piece._replace(settles=_base(name))
     else:
         piece = lookup("method", name, pieces)
-    given = {"population": population} if "population" in piece.options else {}
-    return _Chosen(spec, name, piece, {**given, **converted(spec, options, piece.options)})
+    return _Chosen(spec, name, piece, converted(spec, options, piece.options))
 
 
 def parts_of(spec: str) -> list[str]:

@@ -38,6 +38,34 @@ class SGD(NamedTuple):
         return each(lambda w, v: _plus(w, -self.lr, v), params, velocity)
 
 
+def effective(steps: Tensor, momentum: float, pull: Tensor | None = None) -> Tensor:
+    r"""What `steps` steps of SGD amount to, in gradients: how far a gradient of 1 leads, over the learning rate.
+
+    FedNova's ||a||_1 (Wang et al. 2020, section 4): the weights with which the gradients of tau steps enter the final
+    weights, added up. Under momentum rho that is (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho). With `pull` =
+    lr * mu each step also leads back to the start: v <- rho v + 1 - pull d; d <- d + v. Without momentum the distance
+    d is the sum of (1 - pull)^t over t < tau; in general we raise the matrix of that map of (1, d, v) to the power
+    tau, by squaring, which takes no roots and so nothing that cancels. What took no step counts as 1, so that it can
+    be divided by.
+    """
+    rho = momentum
+    if pull is None:
+        return ((steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)).clamp(min=1)
+    count = steps.double()
+    p = pull.double().expand_as(count)
+    zero, one = torch.zeros_like(p), torch.ones_like(p)
+    moved = torch.stack([one, 1 - p, rho * one]), torch.stack([one, -p, rho * one])
+    square = torch.stack([torch.stack([one, zero, zero]), *moved]).movedim((0, 1), (-2, -1))
+    power = torch.eye(3, dtype=p.dtype, device=p.device).expand_as(square)
+    for bit in range(STEP_BITS):
+        odd = (count // 2**bit) % 2 == 1
+        power, square = torch.where(odd[..., None, None], power @ square, power), square @ square
+    return torch.where(count > 0, power[..., 1, 0], one).to(steps)
+
+
+STEP_BITS = 32  # a client takes fewer than 2^32 steps in a round
+
+
 def _plus(a: Tensor, factor: float | Tensor, b: Tensor) -> Tensor:
     """a + factor * b, in one pass where the factor is a number; lanes have one each, a tensor."""
     if isinstance(factor, Tensor):

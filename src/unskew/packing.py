@@ -65,8 +65,8 @@ def diagonal(dimension: int) -> Tensor:
     return row * dimension - row * (row - 1) // 2
 
 
-def second_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
-    """The shape of `second` in a form."""
+def scatter_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
+    """The shape of a scatter in a form."""
     triangle = dimension * (dimension + 1) // 2
     return {
         "class": (classes, triangle),

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.func import grad
 
 from unskew import heads
-from unskew.algorithms import Algorithm, fedavg, never
+from unskew.algorithms import fedavg
 from unskew.collecting import collect
 from unskew.engine import Cohort, at_home, enter, installed, network, plan, sequential
 from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, UsageError, check_number
 from unskew.evaluate import Scores, batches, score
+from unskew.exchange import Algorithm, never
 from unskew.models import Split, evaluating
 from unskew.optim import SGD
 from unskew.partition import Federation

@@ -30,23 +30,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from unskew import images
 from unskew.errors import DataError
+from unskew.preparation import Preparation
 
 Array = npt.NDArray[Any]
 Files = Mapping[str, Callable[[], bytes]]  # path inside the data set, with "/" -> its content
 
 SPLIT_SEED = 20210609  # of the fixed 80/20 splits: changing it changes everyone's test set
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FASHION_CLASSES = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 
-_GREY = ("1", "L", "LA")  # Pillow's modes of grey images
-
 # What Python raises on damaged gzip, tar, zip and npy content.
 _DAMAGE = (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
+
+
+_ORDER = 2  # raised when the same folder is read otherwise: as what was kept of it is then no more
 
 
 class Arrays(NamedTuple):
@@ -115,39 +117,12 @@ def _take(files: Files, name: str, path: Path) -> bytes:
     return files[name]()
 
 
-def is_grey(path: Path) -> bool:
-    """Whether `decode_image` makes a grey image of a file; its header alone is read."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.mode in _GREY
-    except Exception as error:  # a damaged image can raise anything
-        raise DataError(f"{path} can't be read as an image: {error}") from error
-
-
-def decode_image(read: Callable[[], bytes], name: str, size: int | None) -> Array:
-    """Decode one image to (height, width) if it is grey and to (height, width, 3) if not; scaled if `size` is given."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(read())) as image:
-            mode = image.mode
-            plain = image.convert("L" if mode in _GREY else "RGB")
-    except Exception as error:  # a damaged image can raise anything
-        raise DataError(f"{name} can't be read as an image: {error}") from error
-    if mode.startswith(("I", "F")):
-        raise DataError(f"{name} has more than 8 bits a pixel (mode {mode}); convert it to 8 bits")
-    if size is not None:
-        plain = plain.resize((size, size), Image.Resampling.BILINEAR)
-    return np.asarray(plain)
-
-
 def _images(files: Files, names: Sequence[str], path: Path, size: int | None) -> Array:
     """Decode images of one size; (N, height, width) if all are grey, else (N, height, width, 3)."""
+    scaling = Preparation(image_size=size)
 
     def one(name: str) -> Array:
-        return decode_image(files[name], f"{path}: {name}", size)
+        return images.decoded(files[name], f"{path}: {name}", scaling)
 
     height, width = one(names[0]).shape[:2]
     stack = np.empty((len(names), height, width, 3), np.uint8)
@@ -163,11 +138,11 @@ def _images(files: Files, names: Sequence[str], path: Path, size: int | None) ->
 
 
 def _fingerprint(path: Path, size: int | None) -> str:
-    """Return a digest of `size` and of the names and sizes of all files under `path`."""
+    """Return a digest of `size`, of how we read, and of the names and sizes of all files under `path`."""
     files = [path] if path.is_file() else _walk(path)
     there = (file for file in files if file.exists())  # a link may lead nowhere
     listing = sorted((file.relative_to(path.parent).as_posix(), file.stat().st_size) for file in there)
-    return hashlib.sha256(repr((listing, size)).encode()).hexdigest()
+    return hashlib.sha256(repr((listing, size, _ORDER)).encode()).hexdigest()
 
 
 def _load_npz(path: Path, *keys: str) -> dict[str, Array]:
@@ -246,9 +221,9 @@ def idx(path: Path, dimensions: int) -> Array:
 def fashion_mnist(files: Sequence[Path]) -> Arrays:
     """Read Fashion-MNIST from its four idx files: training images and labels, test images and labels."""
     x, y, x_test, y_test = (idx(path, dimensions) for path, dimensions in zip(files, (3, 1, 3, 1), strict=True))
-    for images, labels, place in ((x, y, files[0]), (x_test, y_test, files[2])):
-        if len(images) != len(labels):
-            raise DataError(f"{place} holds {len(images)} images, the file of their labels {len(labels)}")
+    for pictures, labels, place in ((x, y, files[0]), (x_test, y_test, files[2])):
+        if len(pictures) != len(labels):
+            raise DataError(f"{place} holds {len(pictures)} images, the file of their labels {len(labels)}")
     return Arrays(x, y.astype(np.int64), x_test, y_test.astype(np.int64), FASHION_CLASSES)
 
 
@@ -344,7 +319,7 @@ def _listing(files: Files, path: Path, classes: Sequence[str], start: str, inner
     for file in files:
         folder, _, base = file.removeprefix(start).rpartition("/")
         group = groups.get(folder.removesuffix(inner))
-        if group is not None and file.startswith(start) and base.lower().endswith(IMAGE_SUFFIXES):
+        if group is not None and file.startswith(start) and base.lower().endswith(images.SUFFIXES):
             group.append(file)
     for name, group in groups.items():
         if not group:
@@ -400,40 +375,38 @@ def tiny_imagenet(path: Path, cache: Path | None = None, size: int | None = None
     return _cached(path, cache, size, decode)
 
 
-def folders(path: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones."""
-    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-
-def splits(path: Path) -> list[str]:
-    """Return the training and the test folder in a folder of class folders, or [""] where it is not split.
-
-    They are `train` and the first of `test`, `val`, `valid` and `validation`.
-    """
-    tests = [name for name in ("test", "val", "valid", "validation") if (path / name).is_dir()]
-    return ["train/", f"{tests[0]}/"] if tests and (path / "train").is_dir() else [""]
-
-
 def class_folders(path: Path, cache: Path | None = None, size: int | None = None) -> Arrays:
-    """Read a folder with one folder of images per class; classes are sorted by name.
+    """Read a folder with one folder of images per class, in the order of `images.in_order`.
 
     With `train` and `test` (or `val`, `valid`, `validation`) inside, those two are the splits. Otherwise the
     class folders lie in `path` itself, and the fifth of each class that `stratified` picks is for testing.
-    `size` scales every image to size x size (bilinear). Folders within a class and other files are ignored.
+    `size` scales every image to size x size (bilinear). What is left out is told by a warning.
     """
-    starts = splits(path)
-    labels = folders(path / starts[0])
-    if odd := set(labels) ^ set(folders(path / starts[-1])):
+    starts = images.splits(path)
+    labels = images.folders(path / starts[0])
+    if odd := set(labels) ^ set(images.folders(path / starts[-1])):
         raise DataError(f"{path}: {' and '.join(starts)} have different classes: {', '.join(sorted(odd))}")
     if len(labels) < 2:
         raise DataError(f"{path / starts[0]} holds {len(labels)} class folders; expected two or more")
+    files: dict[str, Callable[[], bytes]] = {}
+    listings = []
+    for start in starts:
+        groups, left_out = images.listed(path, start, labels)
+        for name, group in zip(labels, groups, strict=True):
+            if not group:
+                raise DataError(f"{path}: class folder {start}{name} holds no image{images.beside(left_out)}")
+        for some in left_out:
+            logging.getLogger(__name__).warning("%s: left out are %s", path / start, some)
+        own = {file.relative_to(path).as_posix(): file.read_bytes for group in groups for file in group}
+        files |= own
+        listings.append(_Listing(list(own), np.repeat(np.arange(len(labels)), list(map(len, groups)))))
 
     def decode() -> Arrays:
-        files = contents(path)
-        listings = [_listing(files, path, labels, start) for start in starts]
         if len(listings) == 1:
             names, y = listings[0]
-            listings = [_Listing([names[row] for row in rows], y[rows]) for rows in stratified(y)]
+            return _both(
+                files, path, size, [_Listing([names[row] for row in rows], y[rows]) for rows in stratified(y)], labels
+            )
         return _both(files, path, size, listings, labels)
 
     return _cached(path, cache, size, decode)

@@ -1,55 +1,85 @@
 """Ridge regression from moments: its solution, and how strong the ridge should be.
 
 The squared error of a linear head against one-hot labels is a quadratic form in the head, and its coefficients are
-sums: z z', z y', z and the counts. So both the head of least error and the error of any head on *other* examples follow
-from moments alone. `strength` chooses the ridge for which the head of the kept examples has the least error on those
-that the sites hold out; without a held-out part it takes generalised cross-validation (Golub, Heath, Wahba 1979), which
-needs none.
+moments. So both the head of least error and the error of any head on *other* examples follow from moments alone.
+`strength` chooses the ridge for which the head of the kept examples has the least error on those that the sites hold
+out; without a held-out part it takes generalised cross-validation (Golub, Heath, Wahba 1979), which needs none. It
+chooses in units of each feature's own squares: a feature that is small is not thereby of less use.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unskew.packing import factor_in_place, pack, unpack
-from unskew.statistics import FeatureStats
+from unskew.statistics import STILL, FeatureStats
 
 log = logging.getLogger(__name__)
 
-GRID = torch.logspace(-8, 2, 41, dtype=torch.float64)  # ridges to choose from, in units of the mean squared feature
+GRID = torch.logspace(-8, 2, 41, dtype=torch.float64)  # ridges to choose from, in units of each feature's squares
 
 
-def solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """(gram + ridge I)^-1 cross, or the least-norm solution where that inverse does not exist; `gram` is overwritten.
+def solve(gram: Tensor, cross: Tensor, ridge: float | Tensor) -> Tensor:
+    """(gram + ridge)^-1 cross, or the least solution where that inverse does not exist; `gram` is overwritten.
 
-    Solved by Cholesky in float64. Where gram + ridge I is singular or so near that digits would be lost (a feature that
-    is always zero, fewer examples than features; noise that was added), the solution of least norm is taken, from
-    eigenvalues above d * eps * the largest.
+    The ridge is one number for all features, or one for each.
+
+    Solved by Cholesky in float64, in units in which each feature's squares add up to 1, so that small features keep
+    their digits. Where that matrix is singular or so near that digits would be lost (a feature that is always zero,
+    fewer examples than features; noise that was added), eigenvalues above d * eps * the largest count, and the solution
+    of least norm is taken: the limit of ever smaller ridges.
     """
     gram.diagonal().add_(ridge)
-    kept, largest, lower = pack(gram), gram.diagonal().max(), gram.T
+    scale = _units(gram.diagonal())
+    gram.mul_(scale).mul_(scale[:, None])
+    kept, lower = pack(gram), gram.T
     failed = factor_in_place(lower)  # half a matrix is kept instead of a second one
     tolerance = len(gram) * torch.finfo(gram.dtype).eps
-    if not failed and (lower.diagonal() ** 2).min() > tolerance * largest:
-        half = torch.linalg.solve_triangular(lower, cross, upper=False)
-        return torch.linalg.solve_triangular(lower.T, half, upper=True)
+    if not failed and (lower.diagonal() ** 2).min() > tolerance:
+        half = torch.linalg.solve_triangular(lower, scale[:, None] * cross, upper=False)
+        return scale[:, None] * torch.linalg.solve_triangular(lower.T, half, upper=True)
     values, vectors = torch.linalg.eigh(unpack(kept, len(gram)))
-    inverse = torch.where(values > tolerance * values[-1], 1 / values, 0.0)
-    return vectors @ (inverse[:, None] * (vectors.T @ cross))
+    real = values > tolerance * values[-1]
+    # gram = B diag(values) B' with B = Q R: its inverse on what B spans is Q R^-T diag(1 / values) R^-1 Q'
+    q, r = torch.linalg.qr(vectors[:, real] * torch.where(scale > 0, 1 / scale, 0.0)[:, None])
+    half = torch.linalg.solve_triangular(r, q.T @ cross, upper=True) / values[real, None]
+    return q @ torch.linalg.solve_triangular(r.T, half, upper=False)
 
 
-def equations(stats: FeatureStats, intercept: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """gram (d, d), cross (d, C), the features' mean (d,) and the classes' shares (C,); with an intercept the first two
-    are centred at the others, without one those are zero.
+def _units(squares: Tensor) -> Tensor:
+    """What to multiply features by so that their squares add up to 1; zero for those that have none."""
+    return torch.where(squares > 0, squares, torch.inf).rsqrt()
+
+
+class Equations(NamedTuple):
+    """The normal equations of least squares."""
+
+    gram: Tensor  # (d, d)
+    cross: Tensor  # (d, C)
+    mean: Tensor  # (d,) of the features, where an intercept is fitted; else zero
+    share: Tensor  # (C,) of the classes, likewise
+
+
+def equations(stats: FeatureStats, intercept: bool) -> Equations:
+    """The normal equations from moments; with an intercept they are centred, and a feature that does not vary is zero
+    in them.
     """
-    gram, cross, total, count = stats.gram, stats.cross, stats.first.sum(0), stats.count.sum()
+    count, n = stats.count, stats.count.sum()
     if not intercept:
-        return gram, cross, torch.zeros_like(total), torch.zeros_like(stats.count)
-    mean, share = total / count, stats.count / count
-    return gram.addr_(total, mean, alpha=-1), torch.addr(cross, total, share, alpha=-1), mean, share
+        return Equations(stats.gram, stats.cross, torch.zeros_like(stats.mean[0]), torch.zeros_like(count))
+    mean = (count[:, None] * stats.mean).sum(0) / n
+    apart = torch.where(count[:, None] > 0, stats.mean - mean, 0.0)
+    cross = (count[:, None] * apart).T
+    gram = stats.within.addmm_(cross, apart)
+    still = gram.diagonal() <= n * (STILL * mean) ** 2
+    if still.any():
+        gram.masked_fill_(still | still[:, None], 0.0)
+        cross = cross.masked_fill(still[:, None], 0.0)
+    return Equations(gram, cross, mean, count / n)
 
 
 def squared_error(weight: Tensor, bias: Tensor | None, stats: FeatureStats) -> float:
@@ -61,38 +91,39 @@ def squared_error(weight: Tensor, bias: Tensor | None, stats: FeatureStats) -> f
     """
     weight = weight.double()
     bias = torch.zeros(len(weight), dtype=torch.float64, device=weight.device) if bias is None else bias.double()
-    count, n = stats.count, stats.count.sum()
-    error = ((weight @ stats.gram) * weight).sum() - 2 * (weight * stats.first).sum() + n
-    error = error + 2 * bias @ weight @ stats.first.sum(0) + n * bias @ bias - 2 * bias @ count
-    return float(error / n)
+    return float(_error(weight.T, bias, stats.within, stats.mean, stats.count) / stats.count.sum())
 
 
-def strength(stats: FeatureStats, intercept: bool) -> float:
-    """The ridge that suits statistics best: see the top of this file. It acts on sums, as in `solve`."""
+def _error(weight: Tensor, bias: Tensor, within: Tensor, mean: Tensor, count: Tensor) -> Tensor:
+    """The sum of squared errors of a head (d, C): that of the class means, and what features vary by around them."""
+    missed = mean @ weight + bias - torch.eye(len(count), dtype=mean.dtype, device=mean.device)  # (C, C)
+    return (weight * (within @ weight)).sum() + count @ (missed**2).sum(1)
+
+
+def strength(stats: FeatureStats, intercept: bool) -> Tensor:
+    """The ridge for each feature (d,) that suits statistics best: see the top of this file. It acts on sums, as in
+    `solve`.
+    """
     kept, held = stats.kept, stats.held_out
     if kept is None or held is None or not (kept.count.sum() > 0 and held.count.sum() > 0):
         kept, held = stats.reduced("pooled"), None
     gram, cross, mean, share = equations(kept, intercept)
-    values, vectors = torch.linalg.eigh(gram)
+    scale = _units(gram.diagonal())
+    values, vectors = torch.linalg.eigh(gram.mul_(scale).mul_(scale[:, None]))
+    vectors = scale[:, None] * vectors  # features -> the coordinates in which a ridge divides and nothing else
     values, turned = values.clamp(min=0), vectors.T @ cross  # (d,), (d, C)
-    n = kept.count.sum()
-    grid = GRID.to(values) * values.mean().clamp(min=1e-300)
+    grid = GRID.to(values)
     if held is None:
-        ridge = float(grid[_cross_validated(values, turned, float(n), share, grid).argmin()])
-        log.info("ridge=%.3g, by generalised cross-validation", ridge)
-        return ridge
-    # The held-out error in the coordinates of the eigenvectors, in which a ridge divides and nothing else.
-    square, products = vectors.T @ held.gram @ vectors, vectors.T @ held.cross
-    sums, mean, count = vectors.T @ held.first.sum(0), vectors.T @ mean, held.count
-    errors = []
-    for ridge in grid:
-        weight = turned / (values + ridge)[:, None]  # (d, C)
-        bias = share - mean @ weight
-        error = (weight * (square @ weight)).sum() - 2 * (weight * products).sum() + 2 * (sums @ weight) @ bias
-        errors.append(error + count.sum() * bias @ bias - 2 * bias @ count)
-    ridge = float(grid[torch.stack(errors).argmin()] * stats.count.sum() / n)  # the whole sum is that much larger
-    log.info("ridge=%.3g, by the squared error on %d held-out examples", ridge, int(count.sum()))
-    return ridge
+        errors = _cross_validated(values, turned, float(kept.count.sum()), share, grid)
+        told = "generalised cross-validation"
+    else:
+        within, means = vectors.T @ held.within @ vectors, (held.mean - mean) @ vectors
+        weights = (turned / (values + ridge)[:, None] for ridge in grid)
+        errors = torch.stack([_error(weight, share, within, means, held.count) for weight in weights])
+        told = f"the squared error on {int(held.count.sum())} held-out examples"
+    ridge = float(grid[errors.argmin()])
+    log.info("ridge=%.3g of each feature's own squares, by %s", ridge, told)
+    return ridge * equations(stats, intercept).gram.diagonal()
 
 
 def _cross_validated(values: Tensor, turned: Tensor, n: float, share: Tensor, grid: Tensor) -> Tensor:

@@ -73,14 +73,14 @@ def separation(stats: FeatureStats, directions: int = 200, generator: torch.Gene
     if stats.form == "none":
         return None
     draw = generator or torch.Generator().manual_seed(0)
-    lines = torch.randn(stats.dimension, directions, generator=draw, dtype=torch.float64).to(stats.first)
+    lines = torch.randn(stats.dimension, directions, generator=draw, dtype=torch.float64).to(stats.mean)
     lines = lines / lines.norm(dim=0)
     present = (stats.count > 0).nonzero().flatten().tolist()
     if len(present) < 2:
         return None
     means = (stats.mean @ lines)[present]  # (C, directions)
     if stats.form == "pooled":
-        covariance = stats.scatter / stats.count.sum()
+        covariance = stats.within / stats.count.sum()
         deviations = ((lines * (covariance @ lines)).sum(0)).clamp(min=0).sqrt().expand_as(means)
     elif stats.form == "diagonal":
         deviations = (torch.stack([stats.variances_of(label) for label in present]) @ lines**2).sqrt()

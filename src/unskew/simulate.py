@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol, TypedDict, Unpack, runtime_checkab
 import torch
 from torch import Tensor, nn
 
-from unskew.algorithms import Algorithm
 from unskew.collecting import collect
 from unskew.data import normalise
 from unskew.engine import (
@@ -38,7 +37,7 @@ from unskew.engine import (
 )
 from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, SHARE, UsageError, check_number, expect
 from unskew.evaluate import batches, check_width
-from unskew.exchange import Client
+from unskew.exchange import Algorithm, Client, Population
 from unskew.heads import Calibrator, calibrate
 from unskew.machine import keep_pages
 from unskew.models import Split
@@ -115,7 +114,8 @@ class Training:
 
     def start(self) -> Round:
         """Before the first round."""
-        state = self.algorithm.init(seen(self.net, self.algorithm, self.net.tree))
+        population = Population(len(self.federation.sizes), sum(self.federation.sizes))
+        state = self.algorithm.init(seen(self.net, self.algorithm, self.net.tree), population)
         return Round(0, self.net.tree, state, {}, (), math.nan, math.nan, 0.0)
 
     def ids(self, number: int) -> list[int]:
@@ -334,12 +334,6 @@ def _check(training: Training) -> None:
     for name, rule in allowed.items():
         if getattr(training, name) is not None:
             check_number(name, getattr(training, name), rule)
-    clients, counted = training.federation.clients, training.algorithm.population
-    if counted not in (None, len(clients)):
-        raise UsageError(
-            f"the method counts on population={counted} clients, but the federation has {len(clients)}: "
-            f"give it that number, as in scaffold({len(clients)})"
-        )
-    empty = [id for id, indices in enumerate(clients) if not len(indices)]
+    empty = [id for id, size in enumerate(training.federation.sizes) if not size]
     if empty:
         raise UsageError(f"clients {empty} hold no examples: leave them out, or cut with min_size of at least 1")

@@ -12,9 +12,10 @@ import difflib
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +23,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew import readers, specs
+from unskew import images, readers, specs
 from unskew.data import KNOWN, channels_first, load, normalise
-from unskew.errors import COUNT, POSITIVE, DataError, UsageError, check_number, lookup
-from unskew.readers import Array
+from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
+from unskew.images import DamagedImage, LeftOut
+from unskew.preparation import PIXELS, Preparation
 from unskew.results import digest
 from unskew.tabular import number_in, read_table
 
 PATHS = "a folder of class folders, a .npz, .csv or .parquet file, or file.py:function for a loader of your own"
 LABELS = "name all classes, in the order of their numbers, in a file, and give it by --labels"
 
+_SCALING = ("image_size", "resize", "crop", "function")  # what is done to images alone, one by one
+_SCALED_WHEN_READ = ("cinic10", "tiny-imagenet")  # known data sets that come as image files
+
 # The options that not every kind of data takes, and which kinds do.
 _TAKEN_BY = {
-    "image_size": ("folder", "known data set"),
-    "mean": ("folder", "known data set", ".npz file", ".csv file", ".parquet file"),
+    "skip_damaged": ("folder",),
+    **dict.fromkeys((*_SCALING, "channels"), ("folder", "known data set", ".npz file")),
+    **dict.fromkeys(("numbers", "mean"), ("folder", "known data set", ".npz file", ".csv file", ".parquet file")),
     "label_column": (".csv file", ".parquet file"),
 }
 
@@ -49,8 +55,11 @@ class SiteData:
     batches: Walk  # inputs, as float32 or as a loader of the user's gives them, and labels (n,) int64
     labels: tuple[str, ...] | None  # the classes' names in the order of their numbers, if known
     classes: int | None  # how many classes there are, if known
-    examples: int | None  # how many examples there are, if known before all are read
-    preparation: str | None  # what the inputs are, such as "pixels/255 mean=0.5 std=0.25"; None: a loader knows
+    examples: int | None  # how many examples there are, damaged ones included, if known before all are read
+    preparation: Preparation | None  # what is done to the inputs, whoever said so; None: a loader knows
+    assumed: bool = False  # nobody gave the order of `labels`: it is that of `images.in_order`
+    left_out: tuple[LeftOut, ...] = ()  # what lies in a folder and is not read
+    damaged: Mapping[str, str] = field(default_factory=dict)  # files that were skipped, and why; grows while walking
 
 
 class _Source(NamedTuple):
@@ -60,9 +69,9 @@ class _Source(NamedTuple):
     labels: tuple[str, ...] | None
     examples: int | None = None
     width: int | None = None  # how many channels or features; None: inputs are taken as they come
-    said: tuple[str, ...] = ()  # what its numbers are
-    mean: Sequence[float] | None = None  # the data's own
-    std: Sequence[float] | None = None
+    preparation: Preparation | None = None  # as the data themselves have it
+    left_out: tuple[LeftOut, ...] = ()
+    damaged: Mapping[str, str] = {}
 
 
 def site_data(
@@ -71,77 +80,74 @@ def site_data(
     part: str = "train",
     labels: Sequence[str] | None = None,
     classes: int | None = None,
-    image_size: int | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
+    preparation: Preparation | None = None,
     label_column: str | None = None,
     batch: int = 64,
+    skip_damaged: bool = False,
 ) -> SiteData:
     """Find the examples that `spec` names, `batch` at a time; always in the same order.
 
-    * A folder of class folders: all its images, scaled to image_size x image_size if that is given (bilinear). They
-      come as colour unless all are grey; three values of `mean` make grey ones colour as well.
+    * A folder of class folders: all its images, prepared as `preparation` says. They come as colour unless all are
+      grey, or three values of its `mean` or its `channels` say otherwise. What else lies there is `left_out`. A
+      damaged image is refused, or with `skip_damaged` left out and counted.
     * .npz: x and y, or x_train, y_train, x_test, y_test; images or vectors, and the classes' names `labels` if there.
+      Images of bytes are prepared as those of a folder.
     * .csv and .parquet: the classes in `label_column` ("label" by default), the features in all other columns.
-    * The name of a data set that `data.load` knows, normalised with its own mean and standard deviation.
+    * The name of a data set that `data.load` knows, as .npz; normalised with its own mean and standard deviation, if
+      none is given.
     * `file.py:function`: a function that returns batches (inputs, labels); called for every walk through the data,
       with `part` and `batch` if it has such parameters.
 
     `part`, "train" or "test", chooses where data are split: known data sets, .npz, folders that hold `train` and `test`
-    (or `val`, `valid`, `validation`). Values of images are scaled to 0..1; `mean` and `std`, one for each channel
-    or feature, are then subtracted and divided by. `labels` are the names of all classes in the order of their
-    numbers: folders and cells of that name are of that class. Without them a folder's classes are its folders, sorted.
+    (or `val`, `valid`, `validation`). Values of images are scaled to 0..1. `labels` are the names of all classes in the
+    order of their numbers: folders and cells of that name are of that class. Without them a folder's classes are its
+    folders, sorted by number if all are whole numbers, else by name.
 
     >>> site = site_data("digits", batch=500)
     >>> [(tuple(x.shape), len(y)) for x, y in site.batches()]
     [((500, 1, 8, 8), 500), ((500, 1, 8, 8), 500), ((438, 1, 8, 8), 438)]
-    >>> site.classes, site.examples, site.preparation
-    (10, 1438, 'pixels/255 mean=0.305154 std=0.375725')
+    >>> site.classes, site.examples, str(site.preparation)
+    (10, 1438, 'pixels/255 channels=1 mean=0.30515376 std=0.37572527')
     """
     if part not in ("train", "test"):
         raise UsageError(f"part is {part!r}: it must be 'train' or 'test'")
-    for name, number in (("batch", batch), ("classes", classes), ("image_size", image_size)):
+    for name, number in (("batch", batch), ("classes", classes)):
         if number is not None:
             check_number(name, number, COUNT)
-    if (mean is None) != (std is None):
-        raise UsageError(f"{'std' if mean is None else 'mean'} is given alone: give both mean and std, or neither")
     if labels is not None and (isinstance(labels, str) or not 0 < len(labels) == len(set(labels))):
         raise UsageError(f"labels is {labels!r}: it must be a list of the classes' names, each of them once")
     names = None if labels is None else tuple(labels)
     path = Path(spec).expanduser()
     kind = _kind(spec, path)
-    for name, value in (("image_size", image_size), ("mean", mean), ("label_column", label_column)):
-        if value is not None and kind not in _TAKEN_BY[name]:
-            takers = " or a ".join(_TAKEN_BY[name])
-            raise UsageError(f"{name} is {value!r}, but data is {spec!r}, a {kind}: only a {takers} takes it")
+    given = preparation or Preparation()
+    _check_taken(spec, kind, given, label_column=label_column, skip_damaged=skip_damaged or None)
     match kind:
         case "folder":
-            source = _folder(path, part, names, image_size, mean is not None and len(mean) == 3, batch)
+            source = _folder(path, part, names, given, batch, skip_damaged)
         case ".npz file":
             held = readers.npz_part(path, part)
             pair = torch.from_numpy(channels_first(held.x)), torch.from_numpy(held.y)
-            source = _arrays(spec, *pair, held.labels, names, batch)
+            source = _arrays(spec, *pair, held.labels, names, given, batch)
         case "known data set":
-            data = load(spec, size=image_size)
+            early = spec in _SCALED_WHEN_READ and given.interpolation == "bilinear"
+            data = load(spec, size=given.image_size if early else None)
             pair = (data.x, data.y) if part == "train" else (data.x_test, data.y_test)
-            source = _arrays(spec, *pair, data.labels, names, batch)
-            source = source._replace(mean=data.mean.flatten().tolist(), std=data.std.flatten().tolist())
+            own = given if given.mean or given.function else _known_moments(given, data.mean, data.std, data.channels)
+            source = _arrays(spec, *pair, data.labels, names, own, batch)
         case "loader":
             source = _loader(spec, part, names, batch)
         case _:
-            source = _table(path, label_column or "label", names, batch)
+            source = _table(path, label_column or "label", names, given, batch)
     if source.examples == 0:
         expected = "; expected a folder for each class, with its images" if kind == "folder" else ""
-        raise DataError(f"{spec} holds no examples{expected}")
+        raise DataError(f"{spec} holds no examples{expected}{images.beside(source.left_out)}")
     if source.labels is not None and classes not in (None, len(source.labels)):
         found = f"{len(source.labels)} {'labels' if names else f'classes in {spec}'}"
         raise UsageError(f"classes is {classes}, but there are {found}: {LABELS}")
     classes = classes if source.labels is None else len(source.labels)
-    mean, std = (source.mean, source.std) if mean is None else (mean, std)
-    shifted = any(mean or ()) or any(value != 1 for value in std or ())  # by more than 0 and 1
-    done = [*source.said, *(_said("mean", mean) + _said("std", std) if shifted else [])]
-    preparation = None if kind == "loader" else " ".join(done)
-    return SiteData(_prepared(spec, source, mean, std, classes), source.labels, classes, source.examples, preparation)
+    assumed = kind == "folder" and names is None
+    return SiteData(_prepared(spec, source, classes), source.labels, classes, source.examples,
+                    _canonical(source.preparation), assumed, source.left_out, source.damaged)  # fmt: skip
 
 
 def read_labels(path: str | Path) -> tuple[str, ...]:
@@ -181,21 +187,39 @@ def _kind(spec: str, path: Path) -> str:
 # -------- What all kinds share --------
 
 
-def _said(name: str, values: Sequence[float] | None) -> list[str]:
-    return [] if values is None else [f"{name}={','.join(f'{value:.6g}' for value in values)}"]
+def _check_taken(spec: str, kind: str, given: Preparation, **options: object) -> None:
+    """Refuse options that a kind of data does not take."""
+    values = {entry.name: getattr(given, entry.name) for entry in fields(given) if entry.name in _TAKEN_BY}
+    default = Preparation()
+    for name, value in (values | options).items():
+        if value not in (None, getattr(default, name, None)) and kind not in _TAKEN_BY[name]:
+            takers = " or a ".join(_TAKEN_BY[name])
+            raise UsageError(f"{name} is {value!r}, but data is {spec!r}, a {kind}: only a {takers} takes it")
 
 
-def _prepared(
-    spec: str, source: _Source, mean: Sequence[float] | None, std: Sequence[float] | None, classes: int | None
-) -> Walk:
+def _of(spec: object, given: Preparation, numbers: str, width: int, channels: int | None = None) -> Preparation:
+    """What was asked for, of data with such numbers, so many channels or features."""
+    if given.numbers not in (None, numbers):
+        raise DataError(f"{spec} holds {numbers}, but the preparation is of {given.numbers}: these are other data")
+    for name, values in (("mean", given.mean), ("std", given.std)):
+        if values is not None and len(values) != width:
+            held = f"{width} channels or features"
+            other = f", or --channels {len(values)}" if channels and len(values) in (1, 3) else ""
+            raise UsageError(f"{name} has {len(values)} values, but {spec} has {held}: give one for each{other}")
+    return replace(given, numbers=numbers, channels=channels)
+
+
+def _canonical(preparation: Preparation | None) -> Preparation | None:
+    """The same preparation, without a mean of 0 and a deviation of 1, which do nothing."""
+    if preparation is None or any(preparation.mean or ()) or any(value != 1 for value in preparation.std or ()):
+        return preparation
+    return replace(preparation, mean=None, std=None)
+
+
+def _prepared(spec: str, source: _Source, classes: int | None) -> Walk:
     """The batches of a source, checked and normalised."""
-    for name, values, allowed in (("mean", mean, (math.isfinite, "finite")), ("std", std, POSITIVE)):
-        for value in values or ():
-            check_number(name, value, allowed)
-        if values is not None and len(values) != source.width:
-            width = f"{source.width} channels or features"
-            raise UsageError(f"{name} has {len(values)} values, but {spec} has {width}: give one for each")
-    shift, scale = (torch.tensor(list(values), dtype=torch.float32) for values in (mean or [0.0], std or [1.0]))
+    own = source.preparation or Preparation()
+    shift, scale = (torch.tensor(values, dtype=torch.float32) for values in (own.mean or (0.0,), own.std or (1.0,)))
 
     def batches() -> Iterator[tuple[Any, Tensor]]:
         seen = 0
@@ -239,68 +263,152 @@ def _class_numbers(names: Sequence[str], labels: Sequence[str], where: object) -
 
 # -------- Folders of images --------
 
+SKIP = "mend or remove it, or leave out all such files by --skip-damaged (skip_damaged=True)"
+
 
 def _folder(
-    path: Path, part: str, labels: tuple[str, ...] | None, size: int | None, colour: bool, batch: int
+    path: Path, part: str, labels: tuple[str, ...] | None, given: Preparation, batch: int, skip_damaged: bool
 ) -> _Source:
-    starts = readers.splits(path)
-    root = path / starts[0 if part == "train" else -1]
-    names = labels or tuple(readers.folders(path / starts[0]))
+    starts = images.splits(path)
+    start = starts[0 if part == "train" else -1]
+    root = path / start
+    names = labels or images.folders(path / starts[0])
     if labels is None and len(names) < 2:
-        raise DataError(f"{path / starts[0]} holds {len(names)} class folders; expected two or more, or else {LABELS}")
-    folders = readers.folders(root)
-    files: list[Path] = []
-    numbers: list[int] = []
-    for folder, number in zip(folders, _class_numbers(folders, names, root), strict=True):
-        found = sorted(file for file in (root / folder).iterdir() if not file.name.startswith("."))
-        found = [file for file in found if file.name.lower().endswith(readers.IMAGE_SUFFIXES)]
-        files += found
-        numbers += [number] * len(found)
-    colour = colour or not all(map(readers.is_grey, files))
-
-    def one(file: Path) -> Array:
-        image = readers.decode_image(file.read_bytes, str(file), size)
-        if image.ndim == 3:
-            return np.ascontiguousarray(image.transpose(2, 0, 1))  # (3, height, width)
-        return np.broadcast_to(image, (3 if colour else 1, *image.shape))
+        stray = images.beside(images.listed(path, starts[0], names)[1])
+        expected = f"expected two or more, or else {LABELS}"
+        raise DataError(f"{path / starts[0]} holds {len(names)} class folders; {expected}{stray}")
+    folders = images.folders(root)
+    groups, left_out = images.listed(path, start, folders)
+    files = [file for group in groups for file in group]
+    counts = torch.tensor([len(group) for group in groups], dtype=torch.int64)
+    y = torch.tensor(_class_numbers(folders, names, root), dtype=torch.int64).repeat_interleave(counts)
+    if given.function is None:
+        channels = given.channels or (3 if given.mean and len(given.mean) == 3 else None)
+        if channels is None:
+            grey = partial(_tried, images.is_grey, skip_damaged)
+            channels = 1 if all(grey(file) is not False for file in files) else 3
+        preparation = _of(path, given, PIXELS, channels, channels)
+    else:
+        preparation = replace(given, channels=given.channels or 3)
+    one = partial(_tried, images.maker(preparation), skip_damaged)
+    damaged: dict[str, str] = {}
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
-        shape: tuple[int, ...] = ()
-        for start in range(0, len(files), batch):
-            rows = files[start : start + batch]
-            # Threads for one batch alone: a pool that lived on between batches would be ended by the garbage collector
-            # where a walk is left early, and hang if that happens while another pool starts a thread.
-            with ThreadPoolExecutor() as pool:
-                chosen = list(pool.map(one, rows))
-            shape = shape or chosen[0].shape
-            for file, image in zip(rows, chosen, strict=True):
-                if image.shape != shape:
-                    sizes = f"{file} is {image.shape[2]}x{image.shape[1]}, {files[0]} is {shape[2]}x{shape[1]}"
-                    raise DataError(f"{sizes}: give --image-size, the height and width to scale all images to")
-            yield torch.from_numpy(np.stack(chosen)), torch.tensor(numbers[start : start + batch])
+        yield from _walk(lambda row: images.of_file(files[row]), y, one, batch, given, damaged)
+        if files and len(damaged) == len(files):
+            raise DataError(f"{root}: none of its {len(files)} images can be read; {next(iter(damaged.values()))}")
 
-    return _Source(walk, names, len(files), 3 if colour else 1, ("pixels/255",))
+    width = None if given.function else preparation.channels
+    return _Source(walk, names, len(files), width, preparation, left_out, damaged)
+
+
+def _tried(function: Callable[[Any], Any], skip_damaged: bool, image: Any) -> Any:
+    """What a function makes of an image; the error where that is damaged and may be."""
+    try:
+        return function(image)
+    except DamagedImage as error:
+        if not skip_damaged:
+            raise DamagedImage(f"{error}; {SKIP}") from error
+        return error
+
+
+def _walk(
+    example: Callable[[int], images.Example], y: Tensor, one: Callable[[images.Example], Any], batch: int,
+    given: Preparation, damaged: dict[str, str],
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
+    """What `one` makes of examples, and their labels, batch by batch; those that are damaged are noted."""
+    first: tuple[str, tuple[int, ...]] | None = None
+    for start in range(0, len(y), batch):
+        some = [example(row) for row in range(start, min(start + batch, len(y)))]
+        # Threads for one batch alone: a pool that lived on between batches would be ended by the garbage collector
+        # where a walk is left early, and hang if that happens while another pool starts a thread.
+        with ThreadPoolExecutor() as pool:
+            made = list(pool.map(one, some))
+        kept = []
+        for row, found in enumerate(made):
+            if isinstance(found, DamagedImage):
+                damaged[some[row].name] = str(found)
+                continue
+            first = first or (some[row].name, found.shape)
+            if found.shape != first[1]:
+                raise _other_size(some[row].name, found.shape, *first, given)
+            kept.append(row)
+        if kept:
+            yield torch.from_numpy(np.stack([made[row] for row in kept])), y[start : start + batch][kept]
+
+
+def _other_size(
+    file: str, shape: tuple[int, ...], other: str, before: tuple[int, ...], given: Preparation
+) -> DataError:
+    if given.function:
+        return DataError(f"{given.function} makes {shape} of {file}, but {before} of {other}; all must be of one shape")
+    sizes = f"{file} is {shape[2]}x{shape[1]}, {other} is {before[2]}x{before[1]}"
+    after = "" if given.resize is None else f" where the shorter side is {given.resize}"
+    remedy = "give --image-size, the height and width to scale all images to, or --resize and --crop"
+    return DataError(f"{sizes}{after}: {remedy}")
 
 
 # -------- Arrays --------
 
 
 def _arrays(
-    spec: str, x: Tensor, y: Tensor, own: tuple[str, ...] | None, labels: tuple[str, ...] | None, batch: int
-) -> _Source:
+    spec: str, x: Tensor, y: Tensor, own: tuple[str, ...] | None, labels: tuple[str, ...] | None, given: Preparation,
+    batch: int,
+) -> _Source:  # fmt: skip
     if len(x) != len(y):
         raise DataError(f"{spec} holds {len(x)} examples, but {len(y)} labels")
     if own is not None and labels is not None:  # each class has two numbers: its place here and among `labels`
         _check_range(spec, y, len(own))
         y = torch.tensor(_class_numbers(own, labels, spec))[y]
-    said = ("pixels/255" if x.dtype == torch.uint8 else "values",)
-    return _Source(lambda: zip(x.split(batch), y.split(batch), strict=True), labels or own, len(y), x.shape[1], said)
+    scaling = [name for name in _SCALING if getattr(given, name) is not None]
+    channels = _channels(spec, x, given, scaling)
+    if given.function:
+        width, preparation = None, replace(given, channels=channels)
+    else:
+        width = channels or x.shape[1]
+        preparation = _of(spec, given, PIXELS if x.dtype == torch.uint8 else "values", width, channels)
+    one = images.maker(preparation) if scaling else None
+
+    def walk() -> Iterator[tuple[Tensor, Tensor]]:
+        if one is None:
+            for some, numbers in zip(x.split(batch), y.split(batch), strict=True):
+                yield (some if channels is None else images.with_channels(some, channels)), numbers
+        else:
+            array = x.numpy()
+            yield from _walk(
+                lambda row: images.of_array(f"{spec}: example {row}", array[row]), y, one, batch, given, {}
+            )
+
+    return _Source(walk, labels or own, len(y), width, preparation)
+
+
+def _channels(spec: str, x: Tensor, given: Preparation, scaling: Sequence[str]) -> int | None:
+    """How many channels images are to have; None for vectors, and for a fourth channel that is left as it is."""
+    for name in (*scaling, *(["channels"] if given.channels else [])):
+        asked = f"{name} is {getattr(given, name)!r}, but {spec} holds"
+        if x.dim() != 4:
+            raise UsageError(f"{asked} vectors: leave it out")
+        if name in scaling and x.dtype != torch.uint8:
+            raise UsageError(f"{asked} {x.dtype}: only bytes (uint8) are scaled; save it so, or scaled already")
+        if x.shape[1] == 4 and given.channels is None and not given.function:
+            raise UsageError(f"{asked} images with 4 channels: give --channels 3, or 1")
+    if x.dim() != 4:
+        return None
+    return given.channels or (3 if given.function else x.shape[1] if x.shape[1] in (1, 3) else None)
+
+
+def _known_moments(given: Preparation, mean: Tensor, std: Tensor, channels: int) -> Preparation:
+    """The mean and deviation of a known data set, as often as there are channels."""
+    if given.channels == 1 < channels:
+        raise UsageError("channels is 1, but the data's own mean and std are of colour: give mean and std")
+    times = (given.channels or channels) // channels
+    return replace(given, mean=tuple(mean.flatten().tolist() * times), std=tuple(std.flatten().tolist() * times))
 
 
 # -------- Tables --------
 
 
-def _table(path: Path, label_column: str, labels: tuple[str, ...] | None, batch: int) -> _Source:
+def _table(path: Path, label_column: str, labels: tuple[str, ...] | None, given: Preparation, batch: int) -> _Source:
     table = read_table(path, label_column, batch)
     numbers = {name: number for number, name in enumerate(labels or ())}
     counted = all(_whole(name) is None for name in numbers)  # a number means itself, unless it can be a name
@@ -321,8 +429,9 @@ def _table(path: Path, label_column: str, labels: tuple[str, ...] | None, batch:
             y = torch.tensor([class_of(cell, where, row) for row, cell in enumerate(cells)], dtype=torch.int64)
             yield from zip(torch.from_numpy(x).split(batch), y.split(batch), strict=True)
 
+    width = len(table.features)
     said = f"columns:{digest(table.features)[:8]}"  # in another order they would be another site's other features
-    return _Source(walk, labels, table.examples, len(table.features), (said,))
+    return _Source(walk, labels, table.examples, width, _of(path, given, said, width))
 
 
 def _whole(cell: Any) -> int | None:

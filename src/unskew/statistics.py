@@ -1,13 +1,13 @@
 """Feature statistics: the additive moments of features per class, which CCVR and FFC are made from.
 
-A client calls `collect` (`collecting.py`) and gets a `FeatureStats`: counts, sums and second moments, in float64.
-Statistics are *added* (`a + b`), so the sum over clients does not depend on how the data were cut; means, covariances
-(CCVR Equations 2 to 4) and the normal equations (SphereFed Equations 9, 10) are derived from the sum. Nothing is
-weighted, merged or divided on the way.
+A client calls `collect` (`collecting.py`) and gets a `FeatureStats`: counts, means and scatters, in float64. Statistics
+are *added* (`a + b`, see `merging.py`), so the sum over clients does not depend on how the data were cut; covariances
+(CCVR Equations 2 to 4) and the normal equations (SphereFed Equations 9, 10) are derived from the sum. They are kept
+about the class means: features far from zero lose no digits.
 
-The second moment comes in four forms, a ladder of bandwidth: "class" (a matrix per class), "pooled" (one matrix),
-"diagonal" (the variances per class), "none". Matrices are symmetric and stored as packed triangles.
-`statistics_file.py` keeps them on disk, and adds files without ever holding more than one copy.
+The scatter comes in four forms, a ladder of bandwidth: "class" (a matrix per class), "pooled" (one matrix), "diagonal"
+(the variances per class), "none". Matrices are symmetric and stored as packed triangles. `statistics_file.py` keeps
+them on disk, and adds files without ever holding more than one copy.
 
 Beside the moments of all its examples a site can send those of a part that it holds out (`held_out`, in the pooled
 form): what is left is a training set, and the squared error of any linear head on the held-out part follows from its
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,74 +26,17 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError, UsageError
-from unskew.inputs import alike, parsed
-from unskew.packing import diagonal, mirror, pack, second_shape, unpack, upper
+from unskew.merging import Joint, cubes_between, join, join_scatter, outer, squares_of
+from unskew.origin import Origin, Privacy
+from unskew.packing import mirror, pack, scatter_shape, unpack, upper
 from unskew.transforms import Transform
 
 FORMS = ("class", "pooled", "diagonal", "none")
-ROUNDING = 1e-12  # of a sum of squares: a feature whose scatter is less is constant, as far as long sums can tell
+CUBED = ("class", "diagonal")  # the forms that can tell skewness
+STILL = 1e-15  # of its mean: a feature that varies less is constant, as far as float64 can tell
+UNKNOWN = 1e-12  # of its mean: what a feature that varies less varies by has fewer than three digits
 ROWS = 4096  # of features that are added at a time
 REDUCES = {"class": FORMS, "pooled": ("pooled", "none"), "diagonal": ("diagonal", "none"), "none": ("none",)}
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where statistics come from; None where it is not known."""
-
-    layer: str | None = None  # name of the classification layer
-    inputs: str | None = None  # what the model takes: a line of `inputs.py`
-    weights: str | None = None  # digest of the weights that made the features
-    labels: tuple[str, ...] | None = None  # names of the classes, in the order of their numbers
-    preparation: str | None = None  # what was done to the inputs: size, mean, deviation
-
-    def __post_init__(self) -> None:
-        if self.inputs is not None and not parsed(self.inputs):
-            raise DataError(f"inputs is {_short(self.inputs)}: it must be like float32[3,32,32]")
-
-    def joined(self, other: Origin) -> Origin:
-        """What both say, or either where the other does not know; refuse what contradicts itself."""
-        values = {}
-        for name, mine in asdict(self).items():
-            theirs = getattr(other, name)
-            if self.contradicts(other, name):
-                columns = (
-                    " (tables whose columns have other names, or another order)" if "columns:" in str(mine) else ""
-                )
-                raise DataError(
-                    f"statistics of different {name} can't be added: {_short(mine)} and {_short(theirs)}{columns}; "
-                    "collect both with the same model on the same kind of data"
-                )
-            values[name] = mine if mine is not None else theirs
-        return Origin(**values)
-
-    def contradicts(self, other: Origin, name: str) -> bool:
-        """Whether both know something, and not the same; texts may be of different lengths."""
-        mine, theirs = getattr(self, name), getattr(other, name)
-        if mine is None or theirs is None or mine == theirs:
-            return False
-        return not (name == "inputs" and alike(mine, theirs))
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 200 else f"{text[:200]}..."
-
-
-class Privacy(NamedTuple):
-    """What noise was added to statistics, for whom: they need not be moments of any data, and are projected at use."""
-
-    unit: str  # who is protected: "example" or "site"
-    epsilon: float
-    delta: float
-    mechanism: str
-
-    def joined(self, other: Privacy | None) -> Privacy:
-        """The weaker of two promises."""
-        if other is None or other == self:
-            return self
-        same = (self.unit, self.mechanism) == (other.unit, other.mechanism)
-        unit, mechanism = (self.unit, self.mechanism) if same else ("mixed", "mixed")
-        return Privacy(unit, max(self.epsilon, other.epsilon), max(self.delta, other.delta), mechanism)
 
 
 class Sort(NamedTuple):
@@ -106,7 +49,7 @@ class Sort(NamedTuple):
     held_out: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FeatureStats:
     """Additive moments of d-dimensional features of C classes.
 
@@ -114,35 +57,43 @@ class FeatureStats:
     >>> (a + a).mean
     tensor([[2., 3.],
             [0., 0.]], dtype=torch.float64)
+    >>> print(a + a)
+    4 examples of 1 of 2 classes, 2 features
+    form class, transform identity
+    layer, weights, inputs, preparation: not known
     """
 
     count: Tensor  # (C,)   examples of each class
-    first: Tensor  # (C, d) sum of z over each class
-    second: Tensor  # (C, t) "class" | (t,) "pooled" | (C, d) "diagonal" | (0,) "none";  t = d (d + 1) / 2, packed
+    mean: Tensor  # (C, d) of each class, Equation 3; zero without examples
+    scatter: Tensor  # (C, t) "class" | (t,) "pooled" | (C, d) "diagonal" | (0,) "none";  t = d (d + 1) / 2, packed:
+    # the sum of (z - mean of its class)(z - mean of its class)'
     form: str = "class"
     transform: str = "identity"  # what was done to the features before
     origin: Origin = field(default_factory=Origin)
-    third: Tensor | None = None  # (C,) sum of z^3 over each class and all features: shows skewness
+    cubes: Tensor | None = None  # (C,) sum of (z - mean)^3 over each class and all features, in the forms of `CUBED`
     held_out: FeatureStats | None = None  # of a part of these examples, in the pooled form
     privacy: Privacy | None = None
     parts: tuple[str, ...] = ()  # digests of the files that were added, where that is known
+    right: int | None = None  # how many examples the old head classified rightly, where sites chose to tell
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
             raise UsageError(f"form is {self.form!r}: allowed are {', '.join(FORMS)}")
         Transform(self.transform)
-        classes, dimension = self.first.shape if self.first.ndim == 2 else (-1, -1)
-        expected = {"count": (classes,), "second": second_shape(self.form, classes, dimension), "third": (classes,)}
+        classes, dimension = self.mean.shape if self.mean.ndim == 2 else (-1, -1)
+        expected = {"count": (classes,), "scatter": scatter_shape(self.form, classes, dimension), "cubes": (classes,)}
         for name, shape in expected.items():
             value = getattr(self, name)
             found = shape if value is None else tuple(value.shape)
             if found != shape:
                 raise DataError(
-                    f"{name} has shape {found}; with first of shape {tuple(self.first.shape)} and "
+                    f"{name} has shape {found}; with mean of shape {tuple(self.mean.shape)} and "
                     f"form {self.form!r} it must be {shape}"
                 )
+        if self.cubes is not None and self.form not in CUBED:
+            raise DataError(f"cubes are of no use in the form {self.form!r}: leave them out")
         if any(part.dtype != torch.float64 for part in self.tensors):
-            raise DataError("statistics must be float64: sums in less lose the covariance when means are large")
+            raise DataError("statistics must be float64: in less, covariances are lost when means are large")
         held = self.held_out
         if held is not None and (held.form, held.transform, held.held_out) != ("pooled", self.transform, None):
             raise DataError("the held-out part must be of the pooled form, under the same transform")
@@ -157,11 +108,11 @@ class FeatureStats:
         """The statistics of no examples; `dimension` is that of the transformed features."""
         if form not in FORMS:
             raise UsageError(f"form is {form!r}: allowed are {', '.join(FORMS)}")
-        first = torch.zeros(classes, dimension, dtype=torch.float64, device=device)
-        second = first.new_zeros(second_shape(form, classes, dimension))
+        mean = torch.zeros(classes, dimension, dtype=torch.float64, device=device)
+        scatter = mean.new_zeros(scatter_shape(form, classes, dimension))
         held = cls.zero(classes, dimension, "pooled", transform, device=device) if held_out else None
-        return cls(first.new_zeros(classes), first, second, form, Transform(transform).name,
-                   third=first.new_zeros(classes), held_out=held)  # fmt: skip
+        cubes = mean.new_zeros(classes) if form in CUBED else None
+        return cls(mean.new_zeros(classes), mean, scatter, form, Transform(transform).name, cubes=cubes, held_out=held)
 
     @classmethod
     def of(cls, z: Tensor, y: Tensor, classes: int, form: str = "class", transform: str = "identity") -> FeatureStats:
@@ -169,8 +120,9 @@ class FeatureStats:
         width = Transform(transform).width(z.shape[-1])
         stats = cls.zero(classes, width, form, transform, device=z.device)
         stats._check(z, y)
-        for some, labels in zip(z.split(ROWS), y.split(ROWS), strict=True):  # long sums in float64 lose digits too
+        for some, labels in zip(z.split(ROWS), y.split(ROWS), strict=True):
             stats._include(some, labels)
+        stats._check_known()
         return stats
 
     def _include(self, z: Tensor, y: Tensor, held: Tensor | None = None) -> None:
@@ -188,20 +140,61 @@ class FeatureStats:
             self.held_out._include(z[held], y[held])
         y, order = y.sort()
         z = Transform(self.transform)(z[order].double())
-        count = torch.bincount(y, minlength=self.classes)
-        self.count.add_(count)
-        self.first.index_add_(0, y, z)
-        if self.third is not None:
-            self.third.index_add_(0, y, (z * z * z).sum(1))
+        count = torch.bincount(y, minlength=self.classes).to(z)
+        mean = torch.zeros_like(self.mean).index_add_(0, y, z) / count.clamp(min=1)[:, None]
+        z = z - mean[y]
+        rest = torch.zeros_like(mean).index_add_(0, y, z) / count.clamp(min=1)[:, None]  # what rounding left of it
+        mean, z = mean + rest, z - rest[y]
+        joint = self._meet(count, mean)
         if self.form == "pooled":
-            self.second.add_(pack(z.T @ z))
-        elif self.form == "diagonal":
-            self.second.index_add_(0, y, z * z)
-        elif self.form == "class":
-            sizes = count.tolist()
+            self.scatter.add_(pack((z.T @ z).addmm_((joint.apart * joint.weight[:, None]).T, joint.apart)))
+        elif self.form in CUBED:
+            squares = torch.zeros_like(mean).index_add_(0, y, z * z)
+            self._join_cubes(joint, torch.zeros_like(count).index_add_(0, y, (z * z * z).sum(1)), squares)
+            if self.form == "diagonal":
+                self.scatter.add_(squares).add_(outer(joint, self.form))
+                return
+            sizes = [int(size) for size in count.tolist()]
             for label, members in enumerate(z.split(sizes)):
                 if sizes[label]:
-                    self.second[label].add_(pack(members.T @ members))
+                    apart = joint.apart[label]
+                    matrix = (members.T @ members).addr_(apart, joint.weight[label] * apart)
+                    self.scatter[label].add_(pack(matrix))
+
+    def _meet(self, count: Tensor, mean: Tensor, sign: int = 1) -> Joint:
+        """Join the counts and means of further examples, or take them out, in place; their scatter is to follow."""
+        joint = join(self.count, self.mean, count, mean, sign)
+        self.count.copy_(joint.count)
+        self.mean.copy_(joint.mean)
+        return joint
+
+    def _join_scatter(
+        self, joint: Joint, form: str, scatter: Tensor, cubes: Tensor | None, sign: int = 1, label: int | None = None
+    ) -> None:
+        """Join the scatter and cubes of examples that `_meet` has joined, in place; of one class, if one is given.
+        Their form may be richer than this one.
+        """
+        if self.form == "none":
+            return
+        squares = squares_of(scatter, form, self.dimension) if self.form in CUBED else scatter
+        wanted = squares if self.form == "diagonal" else scatter
+        if sign > 0:
+            self._join_cubes(joint, cubes, squares, 1, label)
+        into = self.scatter if label is None or self.form == "pooled" else self.scatter[label]
+        join_scatter(into, self.form, joint, wanted, sign, label)
+        if sign < 0:
+            self._join_cubes(joint, cubes, squares, -1, label)
+
+    def _join_cubes(
+        self, joint: Joint, cubes: Tensor | None, squares: Tensor, sign: int = 1, label: int | None = None
+    ) -> None:
+        """Join cubed deviations in place: before the scatter is added, or after it was taken out."""
+        if self.cubes is None or cubes is None:
+            return
+        place = slice(None) if label is None else label
+        mine = squares_of(self.scatter[place], self.form, self.dimension)
+        self.cubes[place] += sign * (cubes + cubes_between(joint, mine, squares, place))
+        self.cubes.masked_fill_(joint.count == 0, 0.0)
 
     def _check(self, z: Tensor, y: Tensor) -> None:
         """Refuse features and labels of other shapes than these statistics are of."""
@@ -212,34 +205,45 @@ class FeatureStats:
                 f"numbers; they are {tuple(z.shape)} and {tuple(y.shape)}, {y.dtype}"
             )
 
+    def _check_known(self) -> None:
+        """Refuse features of which float64 holds the mean, but not what they vary by."""
+        if self.form == "none":
+            return
+        squares = self.squares.reshape(-1, self.dimension).sum(0)  # a class may have two examples that agree by chance
+        size = (self.count[:, None] * self.mean**2).sum(0)
+        unknown = ((squares > STILL**2 * size) & (squares < UNKNOWN**2 * size)).nonzero()
+        if len(unknown):
+            raise DataError(
+                f"feature {int(unknown[0])} varies by less than {UNKNOWN:g} of its mean, of which float64 can't hold "
+                "the covariance: subtract a constant from it before, or leave it out"
+            )
+
     def __add__(self, other: FeatureStats) -> FeatureStats:
         if not isinstance(other, FeatureStats):
             return NotImplemented
-        return self._joined(other)
+        return copy.deepcopy(self)._joined(other)
 
     def __sub__(self, other: FeatureStats) -> FeatureStats:
         """What is left without some of the examples; the difference must not be negative."""
         if not isinstance(other, FeatureStats):
             return NotImplemented
-        if (self.count < other.count).any():
-            label = int((self.count < other.count).nonzero()[0])
-            raise DataError(
-                f"statistics with {other.count[label]:.0f} examples of class {label} can't be taken out of a sum with "
-                f"{self.count[label]:.0f}: they are no part of it"
-            )
-        return self._joined(other, -1)
+        return copy.deepcopy(self)._joined(other, -1)
 
-    def _joined(self, other: FeatureStats, sign: int = 1, in_place: bool = False) -> FeatureStats:
-        def plus(a: Tensor, b: Tensor) -> Tensor:
-            return a.add_(b, alpha=sign) if in_place else a.add(b, alpha=sign)
-
-        like = self.beside(other.sort, other.origin, other.privacy, other.third is not None)
+    def _joined(self, other: FeatureStats, sign: int = 1) -> FeatureStats:
+        """The sum with others, or the difference; its tensors are these, changed in place."""
+        like = self.beside(other.sort, other.origin, other.privacy)
         parts = self._parts_with(other.parts, sign)
-        count, first, second = map(plus, self.moments, other.moments)
-        third = None if like.third is None or other.third is None else plus(like.third, other.third)
+        joint = like._meet(other.count, other.mean, sign)
+        for label in range(self.classes) if self.form == "class" else [None]:  # one matrix beside the sum, not all
+            place = slice(None) if label is None else label
+            scatter = other.scatter if label is None else other.scatter[label]
+            like._join_scatter(
+                joint, other.form, scatter, None if other.cubes is None else other.cubes[place], sign, label
+            )
         mine, theirs = self.held_out, other.held_out
-        held = None if mine is None or theirs is None else mine._joined(theirs, sign, in_place)
-        return replace(like, count=count, first=first, second=second, third=third, held_out=held, parts=parts)
+        held = None if mine is None or theirs is None else mine._joined(theirs, sign)
+        right = None if self.right is None or other.right is None else self.right + sign * other.right
+        return replace(like, held_out=held, parts=parts, right=right)
 
     def _parts_with(self, others: tuple[str, ...], sign: int) -> tuple[str, ...]:
         """The files behind a sum or a difference; unknown where those of either side are."""
@@ -257,7 +261,7 @@ class FeatureStats:
             return self
         return NotImplemented
 
-    def beside(self, sort: Sort, origin: Origin, privacy: Privacy | None, third: bool) -> FeatureStats:
+    def beside(self, sort: Sort, origin: Origin, privacy: Privacy | None) -> FeatureStats:
         """These statistics as part of a sum with others, the tensors not copied; refused where those are of another
         sort. What was known of the parts is kept by who reads files.
         """
@@ -265,36 +269,52 @@ class FeatureStats:
             if mine != theirs:
                 raise DataError(f"statistics of different {name} can't be added: {mine!r} and {theirs!r}")
         joined = self.privacy.joined(privacy) if self.privacy else privacy
-        return replace(self, origin=self.origin.joined(origin), privacy=joined, third=self.third if third else None)
+        return replace(self, origin=self.origin.joined(origin), privacy=joined)
 
     def to(self, device: torch.device | str) -> FeatureStats:
         """The same statistics on another device."""
-        third = None if self.third is None else self.third.to(device)
+        cubes = None if self.cubes is None else self.cubes.to(device)
         held = None if self.held_out is None else self.held_out.to(device)
-        count, first, second = (part.to(device) for part in self.moments)
-        return replace(self, count=count, first=first, second=second, third=third, held_out=held)
+        count, mean, scatter = (part.to(device) for part in self.moments)
+        return replace(self, count=count, mean=mean, scatter=scatter, cubes=cubes, held_out=held)
 
     # ------------------------------------------------------------------------------------------ reading
 
+    def __repr__(self) -> str:
+        about = {
+            name: value for name in ("layer", "weights", "inputs", "preparation")
+            if (value := getattr(self.origin, name)) is not None
+        }  # fmt: skip
+        if "weights" in about:
+            about["weights"] = about["weights"][:8]
+        unknown = [name for name in ("layer", "weights", "inputs", "preparation") if name not in about]
+        told = [f"{name} {value}" for name, value in about.items()]
+        told += [f"{', '.join(unknown)}: not known"] if unknown else []
+        held = "" if self.held_out is None else f", {self.held_out.count.sum():,.0f} of them held out"
+        return (
+            f"{self.count.sum():,.0f} examples of {int((self.count > 0).sum())} of {self.classes} classes, "
+            f"{self.dimension} features{held}\nform {self.form}, transform {self.transform}\n{'; '.join(told)}"
+        )
+
     @property
     def moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """count, first, second."""
-        return self.count, self.first, self.second
+        """count, mean, scatter."""
+        return self.count, self.mean, self.scatter
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is sent: the moments, and the third where it is known; not those of the held-out part."""
-        return [*self.moments, *([] if self.third is None else [self.third])]
+        """All that is sent: the moments, and cubes where they are known; not those of the held-out part."""
+        return [*self.moments, *([] if self.cubes is None else [self.cubes])]
 
     @property
     def classes(self) -> int:
         """C."""
-        return self.first.shape[0]
+        return self.mean.shape[0]
 
     @property
     def dimension(self) -> int:
         """d."""
-        return self.first.shape[1]
+        return self.mean.shape[1]
 
     @property
     def sort(self) -> Sort:
@@ -305,11 +325,6 @@ class FeatureStats:
     def nbytes(self) -> int:
         """Bytes of all tensors: what a client sends, in float64."""
         return sum(part.nbytes for part in self.tensors) + (self.held_out.nbytes if self.held_out else 0)
-
-    @property
-    def mean(self) -> Tensor:
-        """Class means, Equation 3; zero for a class without examples. (C, d)"""
-        return self.first / self.count.clamp(min=1)[:, None]
 
     def covariance_of(self, label: int) -> Tensor:
         """Unbiased covariance of one class, Equation 4; zero where n <= 1. (d, d), from the "class" or "diagonal"
@@ -326,11 +341,9 @@ class FeatureStats:
             return torch.diag(self.variances_of(label))
         count = self.count[label]
         if count <= 1:
-            return self.first.new_zeros(self.dimension, self.dimension)
-        matrix = upper(self.second[label], self.dimension)
-        rounding = ROUNDING * matrix.diagonal()
-        matrix.addr_(self.first[label], self.first[label] / count, alpha=-1)
-        still = matrix.diagonal() <= rounding
+            return self.mean.new_zeros(self.dimension, self.dimension)
+        matrix = upper(self.scatter[label], self.dimension)
+        still = matrix.diagonal() <= count * (STILL * self.mean[label]) ** 2
         if still.any():
             matrix.masked_fill_(still | still[:, None], 0.0)
         return matrix.div_(count - 1)
@@ -338,9 +351,8 @@ class FeatureStats:
     def variances_of(self, label: int) -> Tensor:
         """Unbiased variances of one class; zero where n <= 1. (d,), from the "diagonal" form."""
         self._needs("variances without covariances", "diagonal")
-        count = self.count[label]
-        squares = self.second[label] - self.first[label] ** 2 / count.clamp(min=1)
-        varies = (count > 1) & (squares > ROUNDING * self.second[label])
+        count, squares = self.count[label], self.scatter[label]
+        varies = (count > 1) & (squares > count * (STILL * self.mean[label]) ** 2)
         return squares * varies / (count - 1).clamp(min=1)
 
     @property
@@ -349,22 +361,28 @@ class FeatureStats:
         return torch.stack([self.covariance_of(label) for label in range(self.classes)])
 
     @property
+    def within(self) -> Tensor:
+        """The scatter of all classes together: the sum of (z - mean of its class)(z - mean of its class)' over all
+        examples. (d, d), from "class" or "pooled".
+        """
+        self._needs("the scatter within classes", "class", "pooled")
+        return unpack(self.scatter.sum(0) if self.form == "class" else self.scatter, self.dimension)
+
+    @property
     def gram(self) -> Tensor:
         """Z'Z, the sum of all outer products: V of Equation 9. (d, d), from the "class" or "pooled" form."""
-        self._needs("the sum of outer products", "class", "pooled")
-        return unpack(self.second.sum(0) if self.form == "class" else self.second, self.dimension)
+        return self.within.addmm_(self.cross, self.mean)
 
     @property
     def cross(self) -> Tensor:
         """Z'Y, the sums of z per class: U of Equation 9. (d, C)"""
-        return self.first.T
+        return (self.count[:, None] * self.mean).T
 
     @property
-    def scatter(self) -> Tensor:
-        """The sum of (z - mean of its class)(z - mean of its class)' over all examples. (d, d), from "class" or
-        "pooled".
-        """
-        return self.gram.addmm_(self.first.T, self.mean, alpha=-1)
+    def squares(self) -> Tensor:
+        """The diagonals of the scatter: of each class (C, d) or, in the pooled form, of all together (d,)."""
+        self._needs("squared deviations", "class", "diagonal", "pooled")
+        return squares_of(self.scatter, self.form, self.dimension)
 
     @property
     def skewness(self) -> float | None:
@@ -372,14 +390,11 @@ class FeatureStats:
         each added up over classes and features; 0 for Gaussians. None where the moments can't tell: it takes variances
         for each class.
         """
-        if self.third is None or self.form not in ("class", "diagonal") or not self.count.sum() > 0:
+        if self.cubes is None or not self.count.sum() > 0:
             return None
-        n, mean = self.count[:, None], self.mean
-        squares = self.second if self.form == "diagonal" else self.second[:, diagonal(self.dimension)]
-        variance = squares / n.clamp(min=1) - mean**2
-        leaning = self.third.sum() - (3 * mean * squares - 2 * n * mean**3).sum()
-        spread = (n * variance.clamp(min=0) ** 1.5).sum()
-        return float(leaning / spread) if spread > 0 else None
+        n = self.count[:, None]
+        spread = (n * (self.squares / n.clamp(min=1)).clamp(min=0) ** 1.5).sum()
+        return float(self.cubes.sum() / spread) if spread > 0 else None
 
     def _needs(self, what: str, *forms: str) -> None:
         if self.form not in forms:
@@ -394,12 +409,12 @@ class FeatureStats:
         if form not in REDUCES[self.form]:
             raise UsageError(f"form {form!r} can't be derived from form {self.form!r}: collect again")
         if form == "none":
-            second = self.first.new_zeros(0)
+            scatter = self.mean.new_zeros(0)
         elif form == "pooled":
-            second = self.second.sum(0)
+            scatter = self.scatter.sum(0)
         else:
-            second = self.second[:, diagonal(self.dimension).to(self.second.device)]
-        return replace(self, second=second, form=form)
+            scatter = self.squares
+        return replace(self, scatter=scatter, form=form, cubes=self.cubes if form in CUBED else None)
 
     @property
     def kept(self) -> FeatureStats | None:
@@ -409,7 +424,7 @@ class FeatureStats:
         if self.held_out is None:
             return None
         form = "pooled" if self.form in ("class", "pooled") else "none"
-        return replace(self.reduced(form), held_out=None) - self.held_out.reduced(form)
+        return replace(self.reduced(form), held_out=None, right=None) - self.held_out.reduced(form)
 
     # ------------------------------------------------------------------------------------------ files
 
@@ -431,7 +446,7 @@ def added(parts: Iterable[FeatureStats]) -> FeatureStats:
     """The sum of statistics, added in place into a copy of the first: at most one of the others is held beside it."""
     total: FeatureStats | None = None
     for part in parts:
-        total = copy.deepcopy(part) if total is None else total._joined(part, in_place=True)
+        total = copy.deepcopy(part) if total is None else total._joined(part)
     if total is None:
         raise UsageError("there are no statistics to add: give those of at least one client")
     return total

@@ -1,11 +1,11 @@
 """Files of feature statistics, format version 1: safetensors with a header of known fields and a digest over
 everything.
 
-The header (safetensors metadata, each value as JSON) holds every field of `FIELDS`. The payload is `count`, `third`
-and, in float64, the raw sums `first` and `second`. In a lower precision it is the class means in float32 and the
-scatter centred at them, because rounded raw sums lose the covariance when the mean is large; "int16" holds the
-scatter divided by the deviations of its row and its column (`spread`), so that 1 is 32767. A held-out part stands
-beside it under names of its own. Nothing is unpickled.
+The header (safetensors metadata, each value as JSON) holds every field of `FIELDS`. The payload is `count`, `mean` and
+`scatter`, and `cubes` in the forms that have them. Below float64 the means are float32, taken from the mean of all
+examples (`centre`, float64), so that features far from zero lose nothing; "int16" holds the scatter divided by the
+deviations of its row and its column (`spread`), so that 1 is 32767. A held-out part stands beside it under names of its
+own. Nothing is unpickled.
 
 Files are added without being loaded: `total_of` pours one after the other into one sum, class by class, and checks on
 the way that some data can have such moments.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +26,10 @@ from torch import Tensor
 from unskew import __version__
 from unskew.errors import DataError, UnskewError, UsageError
 from unskew.inputs import parsed
-from unskew.packing import diagonal, factor_in_place, pack, second_shape, upper
-from unskew.statistics import FORMS, REDUCES, FeatureStats, Origin, Privacy, Sort
+from unskew.merging import Joint, squares_of
+from unskew.origin import Origin, Privacy
+from unskew.packing import factor_in_place, pack, scatter_shape, upper
+from unskew.statistics import CUBED, FORMS, REDUCES, FeatureStats, Sort
 from unskew.streams import Kind, Reader, layout, size, write
 
 VERSION = 1
@@ -39,6 +41,7 @@ PRECISIONS = {
 }
 STEP = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-9, "int16": 0.5 / 32767}  # of rounding, relative
 HELD = "held_out."
+HIGHEST = 1e100  # of any number in a file: products of such numbers can be held
 
 
 def _whole(value: Any) -> bool:
@@ -83,6 +86,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header hold
         lambda v: type(v) is list and all(type(name) is str for name in v) and len(set(v)) == len(v),
         "it must be a list of digests, each of them once",
     ),
+    "right": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
     "producer": (_text, "it must be a text"),
 }
 
@@ -95,27 +99,22 @@ def _rounding(form: str, precision: str) -> str:
     return "bfloat16" if precision == "int16" and form in ("diagonal", "none") else precision
 
 
-def kinds_of(
-    classes: int, dimension: int, form: str, precision: str, third: bool = True, held_out: bool = False
-) -> dict[str, Kind]:
-    """The tensors of a file."""
+def kinds_of(classes: int, dimension: int, form: str, precision: str, held_out: bool = False) -> dict[str, Kind]:
+    """The tensors of a file. In their `layout`, those that a scatter is joined with come before it."""
     if precision not in PRECISIONS:
         raise UsageError(f"precision is {precision!r}: allowed are {', '.join(PRECISIONS)}")
-    second = second_shape(form, classes, dimension)
+    exact, rounding = precision == "float64", _rounding(form, precision)
     kinds = {"count": Kind(torch.float64, (classes,))}
-    if precision == "float64":
-        kinds["first"] = Kind(torch.float64, (classes, dimension))
-        kinds["second"] = Kind(torch.float64, second)
-    else:
-        kinds["mean"] = Kind(torch.float32, (classes, dimension))
-        kinds["scatter"] = Kind(PRECISIONS[_rounding(form, precision)], second)
-        if _rounding(form, precision) == "int16":
-            kinds["spread"] = Kind(torch.float32, (classes, dimension) if form == "class" else (dimension,))
-    if third:
-        kinds["third"] = Kind(torch.float64, (classes,))
+    if not exact:
+        kinds["centre"] = Kind(torch.float64, (dimension,))
+    if form in CUBED:
+        kinds["cubes"] = Kind(torch.float64, (classes,))
+    kinds["mean"] = Kind(torch.float64 if exact else torch.float32, (classes, dimension))
+    kinds["scatter"] = Kind(PRECISIONS[rounding], scatter_shape(form, classes, dimension))
+    if rounding == "int16":
+        kinds["spread"] = Kind(torch.float32, (classes, dimension) if form == "class" else (dimension,))
     if held_out:
-        held = kinds_of(classes, dimension, "pooled", precision)
-        kinds |= {HELD + name: kind for name, kind in held.items()}
+        kinds |= {HELD + name: kind for name, kind in kinds_of(classes, dimension, "pooled", precision).items()}
     return kinds
 
 
@@ -132,14 +131,14 @@ def _metadata(stats: FeatureStats, precision: str) -> dict[str, str]:
         "held_out": None if stats.held_out is None else int(stats.held_out.count.sum()),
         "privacy": None if stats.privacy is None else stats.privacy._asdict(),
         "parts": list(stats.parts),
+        "right": stats.right,
         "producer": f"unskew {__version__}",
     }
     return {name: json.dumps(header[name]) for name in FIELDS}
 
 
 def _kinds(stats: FeatureStats, precision: str) -> dict[str, Kind]:
-    with_third, with_held = stats.third is not None, stats.held_out is not None
-    return kinds_of(stats.classes, stats.dimension, stats.form, precision, with_third, with_held)
+    return kinds_of(stats.classes, stats.dimension, stats.form, precision, stats.held_out is not None)
 
 
 def size_of(stats: FeatureStats, precision: str = "float64") -> int:
@@ -151,6 +150,8 @@ def save(stats: FeatureStats, path: Path, precision: str = "float64") -> None:
     """Write a file; the old one survives if that fails."""
     kinds = _kinds(stats, precision)
     check(stats, str(path))
+    if stats.form in CUBED and stats.cubes is None:
+        raise DataError(f"{path}: cubes are not given, which the form {stats.form!r} holds: FeatureStats.of makes them")
     encoded = _encoded(stats, precision, "")
     if stats.held_out is not None:
         encoded |= _encoded(stats.held_out, precision, HELD)
@@ -168,57 +169,38 @@ Pieces = Callable[[], Iterator[Tensor]]
 
 
 def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Pieces]:
-    """How to make the pieces of each tensor of a payload; of second moments one class after the other."""
-
-    def rows() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        if stats.form == "class":
-            yield from zip(stats.second, stats.count, stats.first, strict=True)
-        else:
-            yield stats.second, stats.count, stats.first
+    """How to make the pieces of each tensor of a payload; of scatters one class after the other."""
+    rounding, n = _rounding(stats.form, precision), stats.count[:, None]
+    centre = (n * stats.mean).sum(0) / n.sum().clamp(min=1)
+    cubes = stats.mean.new_zeros(stats.classes) if stats.cubes is None else stats.cubes
 
     def scatters() -> Iterator[Tensor]:
-        for second, count, first in rows():
-            yield second - _of_means(count, first, stats.form)
+        yield from stats.scatter if stats.form == "class" else [stats.scatter]
 
     def divided() -> Iterator[Tensor]:
         for scatter in scatters():
             wide = _spread(scatter, stats.dimension)
             yield (32767 * scatter / pack(torch.outer(wide, wide)).clamp(min=1e-300)).clamp(-32767, 32767).round()
 
-    def spreads() -> Iterator[Tensor]:
-        for scatter in scatters():
-            yield _spread(scatter, stats.dimension)
-
-    made: dict[str, Pieces] = {"count": lambda: iter([stats.count])}
-    if stats.third is not None:
-        third = stats.third
-        made["third"] = lambda: iter([third])
-    if precision == "float64":
-        made |= {"first": lambda: iter([stats.first]), "second": lambda: (second for second, _, _ in rows())}
-    else:
-        made["mean"] = lambda: iter([stats.mean.float()])
-        rounding = _rounding(stats.form, precision)
-        made["scatter"] = divided if rounding == "int16" else lambda: (s.to(PRECISIONS[rounding]) for s in scatters())
-        if rounding == "int16":
-            made["spread"] = lambda: (wide.float() for wide in spreads())
+    made: dict[str, Pieces] = {
+        "count": lambda: iter([stats.count]),
+        "centre": lambda: iter([centre]),
+        "cubes": lambda: iter([cubes]),
+        "mean": lambda: iter([stats.mean if precision == "float64" else _offsets(stats.count, stats.mean, centre)]),
+        "scatter": divided if rounding == "int16" else lambda: (row.to(PRECISIONS[rounding]) for row in scatters()),
+        "spread": lambda: (_spread(scatter, stats.dimension).float() for scatter in scatters()),
+    }
     return {start + name: pieces for name, pieces in made.items()}
 
 
-def _of_means(count: Tensor, first: Tensor, form: str) -> Tensor:
-    """The second moment that `count` examples at each class mean would have: what centring takes away. Of the class
-    form, for one class.
-    """
-    if form == "none":
-        return first.new_zeros(0)
-    if form == "class":
-        return pack(torch.outer(first, first / count.clamp(min=1)))
-    mean = first / count.clamp(min=1)[:, None]
-    return first * mean if form == "diagonal" else pack(first.T @ mean)
+def _offsets(count: Tensor, mean: Tensor, centre: Tensor) -> Tensor:
+    """Class means from the mean of all examples, in float32; zero for classes without examples."""
+    return torch.where(count[:, None] > 0, mean - centre, 0.0).float()
 
 
 def _spread(scatter: Tensor, dimension: int) -> Tensor:
     """The deviations by which a scatter is divided, as float32 keeps them."""
-    return scatter[diagonal(dimension)].clamp(min=0).sqrt().float().double()
+    return squares_of(scatter, "class", dimension).clamp(min=0).sqrt().float().double()
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -244,6 +226,7 @@ class Head(NamedTuple):
     producer: str | None
     digest: str
     parts: tuple[str, ...]  # digests of the files that it is the sum of; empty for a site's own
+    right: int | None  # how many examples the old head classified rightly, if the site tells
 
 
 def head_of(path: Path) -> Head:
@@ -272,7 +255,7 @@ def _head(file: Reader) -> Head:
     classes, dimension, form, precision = (header[name] for name in ("classes", "dimension", "form", "precision"))
     if max(classes, dimension) > 2**24:
         raise DataError(f"{path}: {classes} classes, {dimension} features: can't be meant")
-    expected = kinds_of(classes, dimension, form, precision, "third" in file.kinds, header["held_out"] is not None)
+    expected = kinds_of(classes, dimension, form, precision, header["held_out"] is not None)
     if set(file.kinds) != set(expected):
         raise DataError(
             f"{path}: it holds the tensors {sorted(file.kinds)}; precision {precision!r} needs {sorted(expected)}"
@@ -291,7 +274,7 @@ def _head(file: Reader) -> Head:
                     header["preparation"])  # fmt: skip
     privacy = None if header["privacy"] is None else Privacy(**header["privacy"])
     return Head(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
-                origin, privacy, header["producer"], file.digest, tuple(header["parts"]))  # fmt: skip
+                origin, privacy, header["producer"], file.digest, tuple(header["parts"]), header["right"])  # fmt: skip
 
 
 def total_of(
@@ -325,16 +308,16 @@ def total_of(
                 try:
                     if total is None:
                         start = path
-                        total = replace(FeatureStats.zero(*sort), origin=head.origin, privacy=head.privacy)
-                    total = total.beside(sort, head.origin, head.privacy, "third" in file.kinds)
+                        total = replace(FeatureStats.zero(*sort), origin=head.origin, privacy=head.privacy, right=0)
+                    total = total.beside(sort, head.origin, head.privacy)
                 except UnskewError as error:
                     raise DataError(f"{path}: {error} (the first file was {start})") from None
                 _pour(file, head, total, sign)
+                unknown = total.right is None or head.right is None
+                total = replace(total, right=None if unknown else (total.right or 0) + sign * (head.right or 0))
                 progress(1)
     if total is None:
         raise UsageError("there are no statistics to add: give the files of at least one site")
-    if without:
-        _clear_empty(total)
     return replace(total, parts=tuple(held))
 
 
@@ -342,85 +325,74 @@ def _less(held: dict[str, Path], own: tuple[str, ...]) -> dict[str, Path]:
     return {part: path for part, path in held.items() if part not in own}
 
 
-def _clear_empty(total: FeatureStats) -> None:
-    """Of classes whose last example was taken out nothing stays but rounding: clear that."""
-    empty = total.count == 0
-    for value in (total.first, total.third, total.second if total.form in ("class", "diagonal") else None):
-        if value is not None:
-            value[empty] = 0
-    if total.held_out is not None:
-        _clear_empty(total.held_out)
-
-
 def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> None:
     """Add the contents of a file to a sum in place, checking them on the way; whoever is refused spoils the sum."""
-    where, given = str(file.path), head.precision
     arrived: dict[str, Tensor] = {}
+    poured = [_Part(str(file.path), head, total, head.form, "", sign)]
+    if total.held_out is not None:
+        poured.append(_Part(str(file.path), head, total.held_out, "pooled", HELD, sign))
     for name, start, piece in file.read():
-        if not torch.isfinite(piece).all():
-            raise DataError(f"{where}: {name} holds NaN or infinite values")
-        into, form, prefix = total, head.form, ""
-        if name.startswith(HELD):
-            assert total.held_out is not None
-            into, form, prefix = total.held_out, "pooled", HELD
-        kind = name.removeprefix(prefix)
-        if kind in ("second", "scatter") and form == "class":
+        if not (piece.double().abs() < HIGHEST).all():
+            raise DataError(f"{file.path}: {name} holds NaN or infinite values, or some above {HIGHEST:g}")
+        part = poured[name.startswith(HELD)]
+        if name == "scatter" and head.form == "class":
             for label, row in enumerate(piece, start):
-                count, first = arrived["count"][label], arrived["first"][label]
-                wide = arrived["spread"][label] if "spread" in arrived else None
-                second = _decoded(row, count, first, form, given, wide)
-                if into.form != "none":
-                    _check_second(f"{where}: class {label}", second, count, first, form, given, head.privacy)
-                    _add(into, second, label, sign)
+                part.join(arrived, row, label)
             continue
-        whole = arrived[name] = torch.cat([arrived[name], piece]) if name in arrived else piece
-        if len(whole) < file.kinds[name].shape[0]:
-            continue
-        if kind in ("second", "scatter"):
-            count, first = arrived[f"{prefix}count"], arrived[f"{prefix}first"]
-            second = _decoded(whole, count, first, form, given, arrived.get(f"{prefix}spread"))
-            del whole, piece, arrived[name]
-            if into.form != "none":
-                _check_second(f"{where}: {prefix}", second, count, first, form, given, head.privacy)
-                _add(into, second, None, sign)
-        elif kind in ("first", "mean"):
-            count = arrived[f"{prefix}count"]
-            first = arrived[f"{prefix}first"] = whole if kind == "first" else whole.double() * count[:, None]
-            _check_first(f"{where}: {prefix}", count, first)
-            into.count.add_(count, alpha=sign)
-            into.first.add_(first, alpha=sign)
-        elif kind == "third" and into.third is not None:
-            into.third.add_(whole, alpha=sign)
+        arrived[name] = torch.cat([arrived[name], piece]) if name in arrived else piece
+        if len(arrived[name]) == file.kinds[name].shape[0] and name.removeprefix(HELD) == "scatter":
+            part.join(arrived, arrived.pop(name))
+    for part in poured:
+        part.meet(arrived)  # where there was no scatter
     for key, told in (("count", head.examples), (f"{HELD}count", head.held_out)):
         if told is None:
             continue
         found = float(arrived[key].sum())
         if found > 2**53:
-            raise DataError(f"{where}: {key} is {found:g}: can't be meant")
+            raise DataError(f"{file.path}: {key} is {found:g}: can't be meant")
         if int(found) != told:
-            raise DataError(f"{where}: examples is {told}, but {key} adds up to {int(found)}")
+            raise DataError(f"{file.path}: examples is {told}, but {key} adds up to {int(found)}")
     if head.held_out is not None and (arrived[f"{HELD}count"] > arrived["count"]).any():
-        raise DataError(f"{where}: more examples are held out than there are")
+        raise DataError(f"{file.path}: more examples are held out than there are")
+    if head.right is not None and head.right > head.examples:
+        raise DataError(f"{file.path}: right is {head.right}, but there are {head.examples} examples")
 
 
-def _decoded(part: Tensor, count: Tensor, first: Tensor, form: str, precision: str, wide: Tensor | None) -> Tensor:
-    """The raw second moment from what a file holds; of the class form, for one class."""
-    if precision == "float64":
-        return part
-    scatter = part.double()
-    if wide is not None:
-        scatter = scatter * pack(torch.outer(wide.double(), wide.double())) / 32767
-    return scatter + _of_means(count, first, form)
+class _Part:
+    """A part of a file, all its examples or those that are held out, on its way into a sum."""
 
+    def __init__(self, where: str, head: Head, into: FeatureStats, form: str, prefix: str, sign: int) -> None:
+        self.where, self.head, self.into, self.form, self.prefix, self.sign = where, head, into, form, prefix, sign
+        self.joint: Joint | None = None
 
-def _add(into: FeatureStats, second: Tensor, label: int | None, sign: int) -> None:
-    """Add a second moment (of one class, if `label` is given) to a sum of the same form or a cheaper one."""
-    if label is None or into.form == "pooled":
-        into.second.add_(second, alpha=sign)
-    elif into.form == "class":
-        into.second[label].add_(second, alpha=sign)
-    else:
-        into.second[label].add_(second[diagonal(into.dimension)], alpha=sign)
+    def meet(self, arrived: Mapping[str, Tensor]) -> Joint:
+        """Join the counts and the means, once they have arrived."""
+        if self.joint is None:
+            count, mean = arrived[f"{self.prefix}count"], arrived[f"{self.prefix}mean"].double()
+            _check_counts(f"{self.where}: {self.prefix}", count, mean)
+            if f"{self.prefix}centre" in arrived:
+                mean = torch.where(count[:, None] > 0, mean + arrived[f"{self.prefix}centre"], 0.0)
+            try:
+                self.joint = self.into._meet(count, mean, self.sign)
+            except DataError as error:
+                raise DataError(f"{self.where}: {error}") from None
+        return self.joint
+
+    def join(self, arrived: Mapping[str, Tensor], scatter: Tensor, label: int | None = None) -> None:
+        """Join a scatter, of one class if one is given."""
+        joint, place = self.meet(arrived), slice(None) if label is None else label
+        count, cubes, wide = (arrived.get(f"{self.prefix}{name}") for name in ("count", "cubes", "spread"))
+        assert count is not None
+        if self.into.form == "none":
+            return
+        scatter = scatter.double()
+        if wide is not None:
+            wide = (wide if label is None else wide[label]).double()
+            scatter = scatter * pack(torch.outer(wide, wide)) / 32767
+        where = f"{self.where}: {self.prefix}" if label is None else f"{self.where}: class {label}"
+        _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.head)
+        cubes = None if cubes is None else cubes[place]
+        self.into._join_scatter(joint, self.form, scatter, cubes, self.sign, label)
 
 
 # ---------------------------------------------------------------------------------------------- checking
@@ -428,59 +400,52 @@ def _add(into: FeatureStats, second: Tensor, label: int | None, sign: int) -> No
 
 def check(stats: FeatureStats, where: str) -> None:
     """Refuse moments that no data can have, naming the field."""
-    for name, value in zip(("count", "first", "second", "third"), stats.tensors, strict=False):
-        rows = value if name == "second" and stats.form == "class" else [value]  # one at a time: this makes copies
+    for name, value in zip(("count", "mean", "scatter", "cubes"), stats.tensors, strict=False):
+        rows = value if name == "scatter" and stats.form == "class" else [value]  # one at a time: this makes copies
         if not all(torch.isfinite(row).all() for row in rows):
             raise DataError(f"{where}: {name} holds NaN or infinite values")
-    _check_first(f"{where}: ", stats.count, stats.first)
+    _check_counts(f"{where}: ", stats.count, stats.mean)
     if stats.form == "class":
-        for label, parts in enumerate(zip(stats.second, stats.count, stats.first, strict=True)):
-            _check_second(f"{where}: class {label}", *parts, stats.form, "float64", stats.privacy)
+        for label, (scatter, count) in enumerate(zip(stats.scatter, stats.count, strict=True)):
+            _check_scatter(f"{where}: class {label}", scatter, count, stats.dimension, stats.form, stats)
     else:
-        _check_second(f"{where}: ", stats.second, stats.count, stats.first, stats.form, "float64", stats.privacy)
+        _check_scatter(f"{where}: ", stats.scatter, stats.count, stats.dimension, stats.form, stats)
     if stats.held_out is not None:
         check(stats.held_out, f"{where}: held_out")
 
 
-def _check_first(where: str, count: Tensor, first: Tensor) -> None:
+def _check_counts(where: str, count: Tensor, mean: Tensor) -> None:
     if (count < 0).any():
         raise DataError(f"{where}count is negative ({count.min().item()}) for class {int(count.argmin())}")
     if (count != count.round()).any():
         label = int((count != count.round()).nonzero()[0])
         raise DataError(f"{where}count is fractional ({count[label].item()}) for class {label}")
-    wrong = ((count == 0) & first.any(1)).nonzero()
+    wrong = ((count == 0) & mean.any(1)).nonzero()
     if len(wrong):
-        raise DataError(f"{where}first is not zero for class {int(wrong[0])}, of which count is 0")
+        raise DataError(f"{where}mean is not zero for class {int(wrong[0])}, of which count is 0")
 
 
-def _check_second(
-    where: str, second: Tensor, count: Tensor, first: Tensor, form: str, precision: str, privacy: Privacy | None
+def _check_scatter(
+    where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, about: FeatureStats | Head
 ) -> None:
-    """Refuse second moments that no data can have: the scatter around the class means must be positive semidefinite,
-    up to rounding. Of the class form, for one class. Noise may do that, so private ones are let pass.
+    """Refuse a scatter that no data can have: it must be positive semidefinite, up to rounding. Of the class form, for
+    one class. Noise may do that, so private ones are let pass.
     """
-    empty = (count == 0) & (second != 0).any(-1) if form in ("class", "diagonal") else torch.tensor(False)
+    empty = (count == 0) & (scatter != 0).any(-1) if form in ("class", "diagonal") else torch.tensor(False)
     if empty.any():
         label = "" if form == "class" else f" for class {int(empty.nonzero()[0])}"
-        raise DataError(f"{where} second is not zero{label}, of which count is 0")
-    if privacy is not None or form == "none":
+        raise DataError(f"{where} scatter is not zero{label}, of which count is 0")
+    if about.privacy is not None or form == "none":
         return
-    precision, d = _rounding(form, precision), first.shape[-1]
-    if form == "diagonal":
-        squares, spread = second, second - _of_means(count, first, form)
-    else:  # all in one matrix, of which only the upper triangle is used
-        matrix = upper(second, d)
-        squares, spread = matrix.diagonal().clone(), matrix.diagonal()
-        mean = first / count.clamp(min=1)[..., None]
-        matrix.addr_(first, mean, alpha=-1) if form == "class" else matrix.addmm_(first.T, mean, alpha=-1)
-        del mean  # as large as the sums; large moments are to be checked in little more memory than they have
-    slack = 1e-6 + 4 * STEP[precision]
-    if (spread < -slack * squares.abs()).any() or (squares < 0).any():
-        raise DataError(f"{where} second is smaller than the square of first allows: no features have such moments")
+    precision = about.precision if isinstance(about, Head) else "float64"
+    squares = squares_of(scatter, form, dimension)
+    if (squares < 0).any():
+        raise DataError(f"{where} scatter holds negative squares: no features have such moments")
     if form == "diagonal":
         return
+    matrix = upper(scatter, dimension)  # of which only the upper triangle is used
     scale = torch.where(squares > 0, squares, 1.0).rsqrt()
     matrix.mul_(scale).mul_(scale[:, None])
-    matrix.diagonal().add_(1e-9 + 1.1 * d * STEP[precision])  # no rounding can do more than that
+    matrix.diagonal().add_(1e-9 + 1.1 * dimension * STEP[_rounding(form, precision)])  # no rounding can do more
     if factor_in_place(matrix.T):
-        raise DataError(f"{where} second is not positive semidefinite: no features have such moments")
+        raise DataError(f"{where} scatter is not positive semidefinite: no features have such moments")

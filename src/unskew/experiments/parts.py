@@ -41,7 +41,7 @@ AUTO_MODELS = ("small-cnn", "cnn")  # for grey images, for others
 
 def method_of(experiment: Experiment) -> Method:
     """The training method that an experiment names; in one place only its model, its loss and what it fixes remain."""
-    named = method(experiment.method, experiment.clients)
+    named = method(experiment.method)
     if not experiment.central:
         return named
     kept = {name: getattr(named.algorithm, name) for name in ("criterion", "frozen", "fits")}

@@ -27,7 +27,6 @@ import torch
 import torch.distributed
 
 from unskew import __version__
-from unskew.algorithms import Algorithm
 from unskew.choice import Choice
 from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.data import Dataset, draw_crops, gather
@@ -36,6 +35,7 @@ from unskew.download import Progress
 from unskew.engine import at_home, installed
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
+from unskew.exchange import Algorithm
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import claim, examine, holds_run, load_round, save_model, save_round
 from unskew.experiments.parts import (

@@ -1,0 +1,170 @@
+"""Heads of the runs that benchmarks/table2.py has trained: CCVR's Tables 2, 3 and 5, and FFC beside them.
+
+    python benchmarks/table2_heads.py --data cifar10 --trained runs/table2 --out results/ccvr-table2.jsonl
+
+A line of --out for each run: what it is, and the test accuracy of each head. Runs whose line is there are left out, so
+that it can be stopped and goes on. `--show` prints the tables of those lines, beside what the paper prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from unskew.collecting import collect
+from unskew.evaluate import batches, score
+from unskew.experiments import Experiment, load_model
+from unskew.experiments.parts import data_of, federation_of
+from unskew.heads import oracle, with_classifier
+from unskew.models import Split, evaluating, linear
+from unskew.selection import calibrators
+from unskew.specs import made
+from unskew.statistics import added
+
+TUKEY = "transform=relu-tukey:0.5"
+PAPER = {  # Table 2, CIFAR-10, alpha 0.5, 0.1, 0.05: none, CCVR, oracle
+    "fedavg": ((68.62, 58.55, 52.33), (71.03, 62.68, 54.95), (72.51, 64.70, 57.53)),
+    "fedprox": ((69.07, 58.93, 53.00), (70.99, 62.60, 55.79), (72.26, 64.63, 57.33)),
+    "fedavgm": ((69.00, 59.22, 51.98), (71.49, 62.64, 54.57), (73.30, 64.24, 57.11)),
+    "moon": ((70.48, 57.36, 49.91), (71.29, 62.22, 55.60), (72.05, 64.94, 58.14)),
+}
+
+
+def heads_of(method: str, alpha: float) -> dict[str, str]:
+    """The calibrators to try, by short names; samples and epochs of CCVR as in Table 8."""
+    samples, epochs = (100, 30) if alpha == 0.5 else (2000, 10)
+    found = {
+        "ccvr": f"ccvr:samples={samples}:epochs={epochs}:{TUKEY}",
+        "ccvr, no transform": f"ccvr:samples={samples}:epochs={epochs}",
+        "ffc": "ffc",
+        "ffc, ReLU and Tukey": f"ffc:{TUKEY}",
+        "ffc, chosen ridge": "ffc:choose=true",
+        "ffc, 1,000 Fourier features": "ffc:choose=true:transform=unit+fourier:1000:0:1",
+        "lda": "lda",
+    }
+    if method == "fedavg":  # Figure 7, Table 3
+        found |= {f"ccvr, M = {m}": f"ccvr:samples={m}:epochs={epochs}:{TUKEY}" for m in (50, 100, 500, 1000, 2000)}
+    return found
+
+
+def features_of(model, inputs):
+    with evaluating(model), torch.no_grad():
+        parts = [(model.features(x), y) for x, y in inputs]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def some(sites, count, classes):
+    """At most `count` examples of each class, from all sites."""
+    z, y = (torch.cat(part) for part in zip(*sites, strict=True))
+    draw = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(y), generator=draw).to(y.device)
+    rows = torch.cat([order[y[order] == label][:count] for label in range(classes)])
+    return [(z[rows], y[rows])]
+
+
+def accuracies(told: Experiment, folder: Path, data) -> dict[str, float]:
+    """The test accuracy of each head of a run."""
+    model = load_model(folder / "model.safetensors").to(data.x.device)
+    sites = [features_of(model, batches(data, rows)) for rows in federation_of(told, data).clients]
+    test = [features_of(model, batches(data, test=True))]
+    cut = Split(torch.nn.Identity(), model.classifier)
+
+    def accuracy(head):
+        return round(100 * score(with_classifier(cut, head), test, data.classes).accuracy, 2)
+
+    def yardstick(examples, epochs=20):
+        return accuracy(oracle(cut, examples, torch.Generator().manual_seed(0), epochs=epochs).classifier)
+
+    method = told.method.partition(":")[0]
+    found = {"none": accuracy(model.classifier), "oracle": yardstick(sites)}
+    if method in ("fedavg", "fedprox"):  # Table 5
+        found |= {f"oracle, {n} a class": yardstick(some(sites, n, data.classes)) for n in (1000, 100)}
+    for name, spec in heads_of(method, told.alpha).items():
+        maker = made("calibrator", spec, calibrators)
+        stats = added([collect(cut, [site], data.classes, maker.form, maker.transform) for site in sites])
+        stats = stats.to(data.x.device)
+        draw = torch.Generator().manual_seed(told.seed)
+        found[name] = accuracy(maker(stats, linear(model.classifier), draw))
+    return found
+
+
+def measure(given) -> None:
+    """Write a line for each run that has none."""
+    lines = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    known = {line["run"] for line in lines}
+    data = None
+    for file in sorted(given.trained.glob("*/experiment.json")):
+        told = Experiment(**json.loads(file.read_text()))
+        cut = told.partition + ("-balanced" if told.balance else "")
+        name = f"{told.method} {cut} {told.alpha:g} cut {told.cut_seed} seed {told.seed}"
+        if name in known or given.method not in ("all", told.method.partition(":")[0]):
+            continue
+        told = replace(told, data=given.data, device=given.device)
+        data = data if data is not None else data_of(told).to(given.device)
+        began = time.perf_counter()
+        line = {
+            "run": name, "method": told.method, "partition": told.partition, "balance": told.balance,
+            "alpha": told.alpha, "cut": told.cut_seed, "seed": told.seed, "rounds": told.rounds,
+            "epochs": told.epochs, "precision": told.precision, "accuracy": accuracies(told, file.parent, data),
+        }  # fmt: skip
+        with given.out.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+        print(f"{name}: {line['accuracy']['none']} -> ccvr {line['accuracy']['ccvr']}, oracle "
+              f"{line['accuracy']['oracle']} ({time.perf_counter() - began:.1f} s)", flush=True)  # fmt: skip
+
+
+def show(given) -> None:
+    """Print the tables of what was measured, beside the paper's numbers."""
+    lines = [json.loads(line) for line in given.out.read_text().splitlines()]
+    alphas = sorted({line["alpha"] for line in lines}, reverse=True)
+    methods = list(dict.fromkeys(line["method"].partition(":")[0] for line in lines))
+    heads = list(dict.fromkeys(name for line in lines for name in line["accuracy"]))
+
+    def values(method, alpha, head):
+        found = [line["accuracy"] for line in lines
+                 if line["method"].partition(":")[0] == method and line["alpha"] == alpha]  # fmt: skip
+        return [each[head] - (0 if head == "none" else each["none"]) for each in found if head in each]
+
+    for method in methods:
+        print(f"\n| {method} | " + " | ".join(f"alpha {alpha:g}" for alpha in alphas) + " |")
+        print("|---|" + "---|" * len(alphas))
+        for head in heads:
+            cells = []
+            for place, alpha in enumerate(alphas):
+                got = values(method, alpha, head)
+                if not got:
+                    break
+                spread = f" ± {statistics.stdev(got):.2f}" if len(got) > 1 else ""
+                cell = f"{statistics.fmean(got):{'' if head == 'none' else '+'}.2f}{spread}"
+                row = {"none": 0, "ccvr": 1, "oracle": 2}.get(head)
+                if method in PAPER and row is not None and len(alphas) == 3:
+                    paper = PAPER[method][row][place] - (PAPER[method][0][place] if row else 0)
+                    cell += f" (paper {paper:{'+' if row else ''}.2f})"
+                cells.append(cell)
+            if cells:
+                print(f"| {head} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    """Measure, or show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--trained", type=Path, default=Path("runs/table2"))
+    parser.add_argument("--out", type=Path, default=Path("results/ccvr-table2.jsonl"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--method", default="all", help="only runs of this method")
+    parser.add_argument("--show", action="store_true")
+    given = parser.parse_args()
+    if not given.show:
+        measure(given)
+    show(given)
+
+
+if __name__ == "__main__":
+    main()
