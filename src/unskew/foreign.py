@@ -155,7 +155,7 @@ def _broken_torchvision() -> str:
 
 
 @contextlib.contextmanager
-def _without_broken_torchvision() -> Iterator[None]:
+def without_broken_torchvision() -> Iterator[None]:
     """For transformers, which does without torchvision, but not with one that fails: let it seem not to be there."""
     if not _broken_torchvision():
         yield
@@ -195,7 +195,7 @@ def _timm(name: str, classes: int | None) -> nn.Module:
 
 def _transformers(name: str, classes: int | None) -> nn.Module:
     """A classifier of texts or images of transformers: by its configuration, or with the weights of its folder."""
-    with _without_broken_torchvision():
+    with without_broken_torchvision():
         library = imported("transformers")
         options = {} if classes is None else {"num_labels": classes}
         local = {"local_files_only": True, "trust_remote_code": False}
