@@ -27,7 +27,7 @@ test-all: $(VENV)/.developing  ## the same, with the large products of cases and
 	$(MAKE) wheel
 
 test-models: build/models/.installed  ## what needs torchvision, timm, transformers or pyarrow, in an environment of its own
-	build/models/bin/python -m pytest -n 2 tests/test_foreign.py tests/test_foreign_preparation.py tests/test_images.py tests/test_cutting.py tests/test_sites.py
+	build/models/bin/python -m pytest -n 2 tests/test_zoo.py tests/test_foreign.py tests/test_foreign_preparation.py tests/test_images.py tests/test_sites.py
 
 build/models/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/models

@@ -5,6 +5,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -34,12 +35,22 @@ class Answer(NamedTuple):
     err: str
 
 
-def unskew(*arguments: Any, plots: bool = False) -> Answer:
-    """Run a command in this process; plots take time, so a run makes none unless they are asked for."""
-    out, err = io.StringIO(), io.StringIO()
+class Terminal(io.StringIO):
+    """Somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def unskew(*arguments: Any, plots: bool = False, columns: int | None = None) -> Answer:
+    """Run a command in this process, in a terminal of some `columns` or, without them, in a pipe; plots take time, so a
+    run makes none unless they are asked for.
+    """
+    out, err = Terminal() if columns else io.StringIO(), io.StringIO()
     code: Any = None
     with (
         mock.patch.object(sys, "argv", ["unskew", *map(str, arguments)]),
+        mock.patch.dict(os.environ, {"COLUMNS": str(columns)} if columns else {}),
         contextlib.nullcontext() if plots else mock.patch("unskew.plots.run_plots"),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
@@ -48,7 +59,8 @@ def unskew(*arguments: Any, plots: bool = False) -> Answer:
             main()
         except SystemExit as stop:
             code = stop.code
-    return Answer(code, out.getvalue(), err.getvalue().strip())
+    bare = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())  # without the codes for bold letters
+    return Answer(code, bare, err.getvalue().strip())
 
 
 def subprocess_of(*arguments: Any, **options: Any) -> subprocess.Popen[str]:

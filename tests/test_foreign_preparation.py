@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from test_foreign import zoo
+from libraries import zoo
 from unskew.errors import DataError, UsageError
 from unskew.foreign_preparation import own_preparation
 from unskew.preparation import Preparation

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image, ImageFile, ImageOps
 
-from test_foreign import zoo
+from libraries import zoo
 from unskew import images
 from unskew.errors import DataError
 from unskew.preparation import INTERPOLATIONS, Preparation

@@ -39,7 +39,9 @@ def test_the_core_imports_torch_and_numpy_alone() -> None:
     assert ours - set(sys.stdlib_module_names) == {"unskew"}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["try", "--help"], ["stats", "--help"], ["--version"]]
+)
 def test_help_is_quick(arguments) -> None:
     code = f"""
 import sys

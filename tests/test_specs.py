@@ -1,9 +1,12 @@
 """Specs: names with options, as text."""
 
+import json
+import sys
+
 import pytest
 
 from unskew.errors import UsageError
-from unskew.specs import called, converted, defaults_of, made, own, parse
+from unskew.specs import called, converted, defaults_of, is_own, made, own, parse
 
 
 def test_specs() -> None:
@@ -50,3 +53,82 @@ def test_functions_in_files(tmp_path) -> None:
         own("method", f"{path}:value")
     with pytest.raises(UsageError, match="there is no file"):
         own("method", f"{tmp_path}/other.py:give")
+    path.write_text("def give(a=2):\n    return a\n")
+    assert own("method", f"{path}:give")() == 2  # read anew
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project as people have them: packages with and without __init__.py, and files that import each other."""
+    files = {
+        "shop/__init__.py": "",
+        "shop/models/__init__.py": "from .layers import LAYERS",
+        "shop/models/layers.py": "LAYERS = 'shop'",
+        "shop/models/net.py": "from . import LAYERS\nfrom ..sizes import SIZE\ndef build(x=1): return LAYERS, SIZE, x",
+        "shop/sizes.py": "SIZE = 3",
+        "loose/net.py": "from .layers import LAYERS\nfrom ..common import NAME\ndef build():\n    return LAYERS, NAME",
+        "loose/layers.py": "LAYERS = 'loose'",
+        "common.py": "NAME = 'common'\nclass Net:\n    def __init__(self, width=2):\n        self.width = width",
+        "one/net.py": "import helpers\nfrom parts import deep\ndef build():\n    return helpers.NAME, deep.NAME",
+        "one/helpers.py": "NAME = 'one'",
+        "one/parts/deep.py": "NAME = 'deep one'",
+        "two/net.py": "import helpers\nfrom parts import deep\ndef build():\n    return helpers.NAME, deep.NAME",
+        "two/helpers.py": "NAME = 'two'",
+        "two/parts/deep.py": "NAME = 'deep two'",
+        "two/json.py": "NAME = 'not that of Python'",
+        "v1.0/net.py": "from .layers import LAYERS\ndef build():\n    return LAYERS",
+        "v1.0/layers.py": "LAYERS = 'v1.0'",
+        "late.py": "def build():\n    import common\n    return common.NAME",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before, path = dict(sys.modules), list(sys.path)
+    yield tmp_path
+    for name in set(sys.modules) - set(before):
+        del sys.modules[name]
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_functions_in_packages(project, elsewhere, monkeypatch) -> None:
+    start = f"{project}/" if elsewhere else ""
+    if elsewhere:
+        monkeypatch.chdir("/")
+    assert own("model", f"{start}shop/models/net.py:build")(x=2) == ("shop", 3, 2)
+    assert own("model", f"{start}v1.0/net.py:build")() == "v1.0"
+    assert own("model", f"{start}late.py:build")() == "common"
+    if not elsewhere:
+        assert own("model", "loose/net.py:build")() == ("loose", "common")
+
+
+def test_files_of_the_same_name_stand_beside_different_files(project) -> None:
+    for _ in range(2):
+        for name in ("one", "two"):
+            assert own("model", f"{name}/net.py:build")() == (name, f"deep {name}")
+    assert sys.modules["json"].__name__ == "json"
+    assert json.loads("1") == 1
+
+
+def test_modules_of_python_by_their_names(project) -> None:
+    for spec, expected in {
+        "shop.models.net:build": ("shop.models.net:build", {}),
+        "shop.models.net:build:x=4": ("shop.models.net:build", {"x": "4"}),
+        "common:Net:width=3": ("common:Net", {"width": "3"}),
+        "nothing:here=1": ("nothing", {"here": "1"}),
+    }.items():
+        assert parse(spec) == expected
+    assert own("model", "shop.models.net:build")() == ("shop", 3, 1)
+    assert own("model", "common:Net")(width=5).width == 5
+    assert [is_own(spec) for spec in ("common:Net", "shop:x", "loose.net:build", "torchvison:resnet18", "digits")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    with pytest.raises(UsageError, match="model is 'shop.modles:build', which fails: ModuleNotFoundError"):
+        own("model", "shop.modles:build")
+    with pytest.raises(UsageError, match="shop.sizes has no function 'SIZE'"):
+        own("model", "shop.sizes:SIZE")

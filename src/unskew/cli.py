@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich import table as drawn
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -33,13 +34,14 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )  # fmt: skip
-from rich.table import Column, Table
 from rich.text import Text
 
 from unskew import __version__
+from unskew.cli_options import note
 from unskew.cli_server import calibrate
-from unskew.cli_sites import evaluate, inspect_files, note, stats
-from unskew.console import report, show, speed, summary, table_of
+from unskew.cli_sites import evaluate, inspect_files, stats
+from unskew.cli_tasks import try_out, write_task
+from unskew.console import Column, Table, report, show, speed, summary, table_of
 from unskew.errors import UnskewError, UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
 from unskew.results import Record
@@ -59,7 +61,7 @@ def app() -> None:
     """Federated classifiers that stay accurate when clients' data differ."""
 
 
-for command in (stats, calibrate, evaluate, inspect_files):
+for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files):
     app.add_command(command)
 
 
@@ -266,7 +268,7 @@ class _Speed(ProgressColumn):
     """Useful client-steps a second, and how busy the lanes are, as they are now."""
 
     def __init__(self, usage: Usage) -> None:
-        super().__init__(table_column=Column(no_wrap=True))
+        super().__init__(table_column=drawn.Column(no_wrap=True))
         self.usage = usage
 
     def render(self, task: Task) -> Text:
@@ -440,7 +442,8 @@ def list_names(what: str | None) -> None:
     kinds = ("data", "models", "partitions", "methods", "calibrators", "personal", "tables")
     for kind in kinds if what is None else (lookup("kind of thing", what, {kind: kind for kind in kinds}),):
         headings = {"data": ("classes", ""), "methods": ("", "from", "options")}
-        table = Table(kind, *headings.get(kind, ("options", "")), box=None, pad_edge=False)
+        names = (kind, *headings.get(kind, ("options", "")))
+        table = Table([Column(name, number=name == "classes") for name in names])
         if kind == "data":
             for known in data.KNOWN.values():
                 table.add_row(known.name, str(known.classes), known.description)

@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unskew.cli_sites import FORMS, PATH, check_free, checked_device, inputs_of, note, options
+from unskew.cli_options import (
+    FORMS,
+    PATH,
+    Asked,
+    Lists,
+    asked_for,
+    check_free,
+    checked_device,
+    epilog,
+    inputs_of,
+    note,
+    options,
+)
 from unskew.console import bar, show, table_of
 from unskew.errors import DataError, UsageError
 
@@ -29,33 +41,12 @@ if TYPE_CHECKING:
     from unskew.statistics_file import Head
 
 
-class Lists(click.Command):
-    """A command whose options take several values at once, as a shell makes them of `--stats site_*.stats`."""
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Repeat the option before each of its values."""
-        several = {name for param in self.params if isinstance(param, click.Option) and param.multiple
-                   for name in param.opts}  # fmt: skip
-        spread: list[str] = []
-        option = None
-        for word in args:
-            if word in several:
-                option, fresh = word, True
-                continue
-            if word.startswith("-"):
-                option = None
-            if option is not None:
-                spread += [option, word]
-                fresh = False
-            else:
-                spread.append(word)
-        if option is not None and fresh:
-            spread.append(option)  # without a value: click says so
-        return super().parse_args(context, spread)
-
-
-@click.command(cls=Lists)
-@options("model")
+@click.command(cls=Lists, epilog=epilog(
+    "unskew calibrate --task task.toml --trust --stats *.stats --out calibrated.safetensors",
+    "unskew calibrate --task task.toml --trust --stats *.stats --propose heads.safetensors",
+    "unskew calibrate --task task.toml --trust --stats *.stats --heads heads.st --validate *.answer --out better.st",
+))  # fmt: skip
+@options("task", "model", "device")
 @click.option("--stats", "files", type=PATH, multiple=True, required=True, help="the sites' files")
 @click.option("--without", type=PATH, multiple=True, help="files to leave out, or to take out of a sum")
 @click.option(
@@ -65,6 +56,9 @@ class Lists(click.Command):
               show_default="as the calibrator has it")  # fmt: skip
 @click.option("--out", type=PATH, help="the weights to write, safetensors")
 @click.option("--export", type=PATH, help="also write a torch.export program that needs nothing else")
+@click.option(
+    "--export-preparation", is_flag=True, help="let that program take pixels: mean and deviation are part of it"
+)
 @click.option("--sum", "keep", type=PATH, help="also write the sum of the files, itself a statistics file")
 @click.option("--propose", type=PATH, help="write candidate heads for the sites to validate, instead of --out")
 @click.option("--heads", type=PATH, help="the candidate heads that the sites have validated")
@@ -73,14 +67,18 @@ class Lists(click.Command):
 @options("out")
 def calibrate(
     files: tuple[Path, ...], without: tuple[Path, ...], calibrator: str, prior: str | None, out: Path | None,
-    export: Path | None, keep: Path | None, propose: Path | None, heads: Path | None, validate: tuple[Path, ...],
-    seed: int, force: bool, **given: Any,
+    export: Path | None, export_preparation: bool, keep: Path | None, propose: Path | None, heads: Path | None,
+    validate: tuple[Path, ...], seed: int, force: bool, **options: Any,
 ) -> None:  # fmt: skip
     """On the server: make a better classifier from the sites' files."""
     if bool(out or export) == bool(propose):
         raise UsageError("give --out for the calibrated weights, --export for a program, or --propose for candidates")
     if bool(heads) != bool(validate):
         raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
+    if export_preparation and not export:
+        raise UsageError("--export-preparation is about the program of --export: give both, or neither")
+    asked = asked_for(options)
+    given = asked.values
     written = [path for path in (out, export, keep, propose) if path]
     read = inputs_of({**given, "prior": prior, "heads": heads})
     check_free(written, force, [*read, *files, *without, *validate])
@@ -88,25 +86,27 @@ def calibrate(
     import torch
 
     from unskew.heads import with_classifier
-    from unskew.heads_file import write_heads, write_model, write_program
+    from unskew.heads_file import program_of, write_heads, write_model
     from unskew.models import linear
-    from unskew.selection import calibrator_of, candidates, separation
+    from unskew.programs import exported
+    from unskew.selection import calibrator_of, candidates
     from unskew.statistics import REDUCES
     from unskew.statistics_file import head_of, load, save, total_of
 
     known = {path: head_of(path) for path in (*files, *without)}
     kept, removed = _kept(files, without, known)
+    _check_sources(asked, known)
     module, model, fresh = _opened(given, known, kept[0])
     bias = linear(model.classifier).bias is not None
     found = {known[path].form for path in (*kept, *removed)}
     common = [form for form in FORMS if all(form in REDUCES[other] for other in found)]
-    asked = calibrator_of(calibrator, common[0], known[kept[0]].transform, bias)
-    if asked.apart and (removed or any(head.parts for head in known.values())):
-        raise UsageError(f"{asked.name} needs each site's own file: sums and what is taken out of them won't do")
+    wanted = calibrator_of(calibrator, common[0], known[kept[0]].transform, bias)
+    if wanted.apart and (removed or any(head.parts for head in known.values())):
+        raise UsageError(f"{wanted.name} needs each site's own file: sums and what is taken out of them won't do")
     if len(found) > 1:
         note(f"the files are of different forms: only what all have is used, form {common[0]}")
-    exact = prior is not None and asked.name == "ffc"  # which needs each class's moments for that
-    forms = ("class", *asked.forms) if exact else asked.forms
+    exact = prior is not None and wanted.name == "ffc"  # which needs each class's moments for that
+    forms = ("class", *wanted.forms) if exact else wanted.forms
     useful = next((form for form in forms if form in common), None)
     form = common[0] if propose or keep or useful is None else useful
     with bar("adding", len(kept) + len(removed)) as progress:
@@ -121,7 +121,7 @@ def calibrate(
     absent = (summed.count == 0).nonzero().flatten().tolist()
     if absent:
         note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
-    sites = [load(path, "none").to(given["device"]) for path in kept] if asked.apart or propose else []
+    sites = [load(path, "none").to(given["device"]) for path in kept] if wanted.apart or propose else []
     summed = summed.to(given["device"])
 
     def made(spec: str) -> nn.Module:
@@ -136,26 +136,46 @@ def calibrate(
             note(f"heads are made without what the sites hold out: of the rest the form {rest.form} is known")
             summed, sites = replace(rest, origin=summed.origin), []
         names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
-        write_heads(propose, model, {name: made(name) for name in names}, parts, fresh)
-        show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with: "
-             f"unskew evaluate ... --heads {propose} --out SITE.answer")  # fmt: skip
+        write_heads(propose, model, {name: made(name) for name in names}, replace(summed, parts=parts), fresh)
+        show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
+        answer = f"--heads {propose} --out ITS_NAME.answer"
+        show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
         return
-    name, new = _validated(heads, validate, model, mix, summed) if heads else (asked.name, made(calibrator))
+    name, new = _validated(heads, validate, model, mix, summed) if heads else (wanted.name, made(calibrator))
     better = with_classifier(model, new).to("cpu")
     source = heads or f"{len(kept)} file{'s' if len(kept) > 1 else ''} and {int(summed.count.sum()):,} examples"
+    program = program_of(better, summed.origin, export_preparation) if export else None
     if out:
         told = write_model(out, better, module, name, summed)
         show(f"{out}: the weights with the head of {name}, from {source}; {told}")
-    if export:
-        write_program(export, better, summed.origin)
-        show(f"{export}: a torch.export program with the head of {name}, from {source}")
+    if export and program:
+        exported(program.module, program.example, export)
+        show(f"{export}: a torch.export program with the head of {name}, from {source}; {program.takes}")
     if not heads:
-        apart = separation(summed)
         doubt = "this head" if fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
-        if apart is not None:
-            show(f"Forecast: its class Gaussians lie {apart:.2f} deviations apart (mean sliced Wasserstein distance, "
-                 "CCVR 5.4); the farther, the more there is to gain.")  # fmt: skip
+
+
+def _called(given: Mapping[str, Any]) -> str:
+    """The options by which others name the same model."""
+    if given["task"]:
+        return f"--task {given['task']}" + (" --trust" if given["trust"] else "")
+    weights = f" --weights {given['weights']}" if given["weights"] else ""
+    return f"--model {given['model']}{weights}" + (f" --classes {given['classes']}" if given["classes"] else "")
+
+
+def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
+    """Refuse statistics that are not of the task, or contradict the weights that were calibrated before."""
+    from unskew.agreement import Known, check_known
+    from unskew.preparation import Preparation
+    from unskew.tasks import check_head
+
+    for path, head in known.items():
+        said = head.origin.preparation
+        preparation = None if said is None else Preparation.parse(said)
+        check_known(Known(str(path), head.origin.labels, preparation, head.origin.inputs), asked.sources)
+        if asked.task is not None:
+            check_head(asked.task, asked.values["task"], path, head)
 
 
 def _kept(

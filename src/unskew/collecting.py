@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.cutting import tried
 from unskew.errors import COUNT, UsageError, check_number, expect
 from unskew.inputs import described, joined, parts_of
 from unskew.models import Split, evaluating
 from unskew.origin import Origin
 from unskew.results import seal
+from unskew.running import Runner, in_type_of
 from unskew.statistics import ROWS, FeatureStats
 from unskew.transforms import Transform
 from unskew.tree import Tree
@@ -63,9 +63,11 @@ def collect(
         waiting.clear()
 
     with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as aside:
+        run = Runner(model.features)
         digest = aside.submit(seal, _feature_weights(model), {})  # while features are computed
         for x, y, held in holding_out(batches, held_out):
-            z = tried(model.features, "the model", x)
+            x = in_type_of(model.features, x)
+            z = run(x, len(y))
             z = z.cpu() if z.device.type == "mps" else z  # which has no float64
             z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
             if watch is not None:

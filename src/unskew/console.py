@@ -1,37 +1,139 @@
-"""What the command line prints for people: tables and sentences made from the records of runs."""
+"""What the command line prints for people: tables and sentences made from the records of runs.
+
+A table fits the width that there is without losing anything: text is folded, columns that have no room go on below,
+after the first one again, and where not even that fits each row becomes a list. A number is never cut or folded.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from rich import box
+from rich import box, table as drawn
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from unskew.results import Record
 from unskew.specs import without_folders
 from unskew.timetable import Usage
 
+PIPE = 160  # columns of what nobody watches, where a table does not need more
+ENDLESS = 100_000
+NARROW = 12  # columns that text keeps at least, if it has so many
 
-def show(thing: str | Table = "") -> None:
-    """Print for people; brackets and colons in names mean nothing special. A pipe gets its lines whole."""
-    seen = sys.stdout.isatty()
-    console = Console(highlight=False, markup=False, emoji=False, width=None if seen else 160)
-    console.print(thing, soft_wrap=isinstance(thing, str) and not seen)
+# ---------------------------------------------------------------------------------------------- tables
+
+
+class Column(NamedTuple):
+    """A column of a table."""
+
+    name: str
+    number: bool = True  # whether its cells stay in one line, at the right
+
+
+@dataclass
+class Table:
+    """Rows for people to read."""
+
+    columns: Sequence[Column]
+    title: str | None = None
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add_row(self, *cells: str) -> None:
+        """Add a row, one text for each column."""
+        if len(cells) != len(self.columns):
+            raise ValueError(f"a row of {len(cells)} cells in a table of {len(self.columns)} columns")
+        self.rows.append(cells)
 
 
 def table_of(first: str, *columns: str, title: str | None = None) -> Table:
     """A table whose first column is text and whose others are numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold", min_width=8)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+    return Table([Column(first, False), *map(Column, columns)], title)
+
+
+def show(thing: str | Table = "", whole: bool = False) -> None:
+    """Print for people; brackets and colons in names mean nothing special. A pipe gets its lines whole, and a terminal
+    those that are to be copied, such as commands.
+    """
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not whole else None
+    for part in parts_of(thing, width) if isinstance(thing, Table) else [thing]:
+        text = isinstance(part, str)
+        console = Console(highlight=False, markup=False, emoji=False, width=width if text and width else ENDLESS)
+        console.print(part, soft_wrap=text and not width)
+
+
+def parts_of(table: Table, width: int | None) -> list[drawn.Table | str]:
+    """A table as it can be printed in so many columns, one part below the other; None: in as many as it needs."""
+    least = [_least(table, place) for place in range(len(table.columns))]
+    if width is None:
+        most = [min(_most(table, place), PIPE) for place in range(len(table.columns))]
+        width = _outer(most) if all(column.number for column in table.columns[1:]) else max(PIPE, _outer(least))
+    if any(_outer([least[0], other]) > width for other in least[1:]):
+        return [_listed(table)]
+    pages: list[list[int]] = [[0]]
+    for place in range(1, len(table.columns)):
+        if _outer([least[other] for other in [*pages[-1], place]]) > width:
+            pages.append([0])
+        pages[-1].append(place)
+    return [_page(table, places, least, width) for places in pages]
+
+
+def _outer(widths: Sequence[int]) -> int:
+    """How wide a table is whose columns are so wide."""
+    return sum(widths) + 2 * len(widths) + 1
+
+
+def _lines(table: Table, place: int) -> list[str]:
+    cells = [table.columns[place].name, *(row[place] for row in table.rows)]
+    return [line for cell in cells for line in cell.split("\n")] or [""]
+
+
+def _most(table: Table, place: int) -> int:
+    """The width that a column has where nothing is folded."""
+    return max(map(cell_len, _lines(table, place)))
+
+
+def _least(table: Table, place: int) -> int:
+    """The width that a column needs: of a number all of it, of text and of headings a part, since they are folded."""
+    words = [word for line in _lines(table, place) for word in line.split()] or [""]
+    least = min(max(map(cell_len, words)), NARROW)
+    if table.columns[place].number:
+        least = max([least, *(cell_len(line) for row in table.rows for line in row[place].split("\n"))])
+    return max(least, 1)
+
+
+def _page(table: Table, places: Sequence[int], least: Sequence[int], width: int) -> drawn.Table:
+    """Some columns of a table, which fit."""
+    most = [_most(table, place) for place in places]
+    few = [least[place] for place in places]
+    room = width - _outer(few)
+    wanted = sum(high - low for high, low in zip(most, few, strict=True))
+    share = min(1.0, room / wanted) if wanted else 0.0
+    page = drawn.Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, low, high in zip(places, few, most, strict=True):
+        name, number = table.columns[place]
+        page.add_column(name, width=low + int(share * (high - low)), overflow="fold",
+                        justify="right" if number else "left")  # fmt: skip
+    for row in table.rows:
+        page.add_row(*(row[place] for place in places))
+    return page
+
+
+def _listed(table: Table) -> str:
+    """A table as lines, each a heading and what stands below it; a terminal breaks them where it must."""
+    lines = [table.title] if table.title else []
+    names = [" ".join(column.name.split()) for column in table.columns]
+    for row in table.rows:
+        lines += ["", f"{names[0]} {row[0]}".strip()]
+        lines += [f"  {name}: {cell}" for name, cell in zip(names[1:], row[1:], strict=True)]
+    return "\n".join([*lines, ""])
 
 
 @contextlib.contextmanager

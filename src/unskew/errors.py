@@ -42,6 +42,12 @@ def lookup(kind: str, name: str, table: Mapping[str, Item]) -> Item:
     raise UsageError(f"unknown {kind} {name!r}{hint} There are: {', '.join(table)}")
 
 
+def one_line(error: Exception) -> str:
+    """The first line of an error, after its type."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
 def expect(name: str, value: object, kind: type, remedy: str) -> None:
     """Refuse an argument of another type than can be meant."""
     if not isinstance(value, kind):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from unskew.data import Dataset, gather, normalise
 from unskew.errors import UsageError
 from unskew.models import evaluating
+from unskew.running import Runner
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,10 @@ def batches(
 def score(model: nn.Module, inputs: Iterable[tuple[Tensor, Tensor]], classes: int) -> Scores:
     """Score a model in eval mode; every module's mode is as before afterwards."""
     total = Scores(torch.zeros(classes, classes, dtype=torch.int64))
+    run = Runner(model, steady=False)
     with evaluating(model), torch.no_grad():
         for x, y in inputs:
-            total += scored(model(x), y, classes)
+            total += scored(run(x, len(y)), y, classes)
     return total
 
 

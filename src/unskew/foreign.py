@@ -1,38 +1,38 @@
-"""Models made elsewhere: the module that a spec names, its weights from a file, and a program that needs no Unskew.
+"""Models made elsewhere: the module that a spec names.
 
 A spec is one of `kinds`. Nothing is ever downloaded: libraries give their networks with initial weights, and the real
-ones come from a file. Of files with weights only tensors are read, from safetensors or by torch's restricted
-unpickler. A program of `torch.export` can hide code, and is read only where its source is trusted.
+ones come from a file (`weights`), or from a folder that transformers has written. A program of `torch.export` can hide
+code, and is read only where its source is trusted.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import difflib
 import importlib
+import importlib.util
 import inspect
-import pickle
+import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from unskew.errors import COUNT, DataError, UsageError, check_number
-from unskew.inputs import WORDS
-from unskew.models import networks
-from unskew.results import load_tree, replacing, save_tree
-from unskew.specs import called, converted, defaults_of, own, parse
-from unskew.tree import Tree
+from unskew.errors import COUNT, DataError, UsageError, check_number, one_line
+from unskew.models import check_made, networks
+from unskew.specs import called, converted, defaults_of, is_own, own, parse
+from unskew.weights import few, is_script, quiet_transformers
 
 kinds = {
-    "net.py:build": "a function in your own file that returns an nn.Module",
+    "net.py:build": "a function or a class in your own file that gives an nn.Module",
+    "package.net:Net": "the same in a module of Python's, importable from the working directory",
     "torchvision:resnet18": "a network of torchvision",
     "timm:vit_tiny_patch16_224": "a network of timm",
-    "transformers:bert": "a model type of transformers, or a folder that holds its config.json",
+    "transformers:bert": "a model type of transformers, or a folder of its save_pretrained",
     "model.pt2": "a program of torch.export",
     "cnn:channels=3:size=32": f"a network of Unskew's: {', '.join(networks)}",
 }
@@ -42,7 +42,7 @@ kinds = {
 
 
 def load_module(spec: str, classes: int | None = None, trust: bool = False) -> nn.Module:
-    """The module that a spec names (see `kinds`), with initial weights unless it is a program.
+    """The module that a spec names (see `kinds`), with initial weights unless it brings its own (`brings_weights`).
 
     `classes` is the number of logits, where the module leaves that open: a function of the user's is given it if it
     has a parameter of that name. `trust` allows a program of `torch.export`, which can run code when it is read.
@@ -57,7 +57,8 @@ def load_module(spec: str, classes: int | None = None, trust: bool = False) -> n
         return _program(spec, trust)
     if source in libraries:
         return called("model", spec, libraries[source], rest, classes)
-    if source not in networks and not (source.endswith(".py") and rest):
+    if source not in networks and not is_own(spec):
+        _check_file(spec)
         near = difflib.get_close_matches(source, [*networks, *libraries], n=1, cutoff=0.5)
         hint = f" did you mean {near[0]!r}?" if near else ""
         listed = "; ".join(f"{example} ({words})" for example, words in kinds.items())
@@ -73,7 +74,37 @@ def load_module(spec: str, classes: int | None = None, trust: bool = False) -> n
     module = called("model", spec, function, **given)
     if not isinstance(module, nn.Module):
         raise UsageError(f"model is {spec!r}: it returned {type(module).__name__}, not an nn.Module")
+    check_made(module)
     return module
+
+
+def brings_weights(spec: str) -> bool:
+    """Whether the module of a spec has weights already: a program, or a folder of transformers that holds them."""
+    library, _, name = spec.partition(":")
+    return spec.endswith(".pt2") or (library == "transformers" and _has_weights(Path(name)))
+
+
+def _has_weights(folder: Path) -> bool:
+    files = ("model.safetensors", "pytorch_model.bin")
+    return any((folder / f"{name}{end}").is_file() for name in files for end in ("", ".index.json"))
+
+
+def _check_file(spec: str) -> None:
+    """Refuse files that hold a model, or its weights, but no code that can be cut."""
+    path = Path(spec)
+    if not path.is_file():
+        return
+    if is_script(path):
+        raise UsageError(
+            f"model is {spec!r}, a module of TorchScript, whose layers can't be taken out: give the module's own code, "
+            "--model net.py:build, and its weights, --weights weights.pt, from "
+            f"torch.save(torch.jit.load({spec!r}).state_dict(), 'weights.pt')"
+        )
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".safetensors"):
+        raise UsageError(
+            f"model is {spec!r}, a file of weights: give it as --weights, and as --model the code that makes the "
+            "model, such as net.py:build or torchvision:resnet18"
+        )
 
 
 def _program(path: str, trust: bool) -> nn.Module:
@@ -90,21 +121,50 @@ def _program(path: str, trust: bool) -> nn.Module:
             raise ValueError("it is no archive")
         return torch.export.load(path).module()
     except Exception as error:
-        raise DataError(f"{path}: not a readable program of torch.export, or cut short ({_line(error)})") from error
+        raise DataError(f"{path}: not a readable program of torch.export, or cut short ({one_line(error)})") from error
 
 
 def imported(library: str) -> Any:
-    """A library that is not among Unskew's own."""
+    """A library that is not among Unskew's own; if it fails since torchvision does, that is named."""
     package = library.partition(".")[0]
     try:
         return importlib.import_module(library)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{package} can't be imported ({error}): pip install {package}") from None
-    except Exception as error:  # a torchvision that was built for another torch fails with a RuntimeError
-        raise UsageError(
-            f"{package} can't be imported ({_line(error)}): if it was built for another torch than "
-            f"{torch.__version__}, which is here, install the {package} that belongs to it"
-        ) from None
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package:
+            raise UsageError(f"{package} can't be imported ({error}): pip install {package}") from None
+        broken = _broken_torchvision()
+        if broken and package in ("torchvision", "timm"):
+            needs = "" if package == "torchvision" else f"{package} needs torchvision, and "
+            raise UsageError(
+                f"{needs}torchvision can't be imported ({broken}): it was built for another torch than "
+                f"{torch.__version__}, which is here. Install the two from the same place, as PyTorch's pages say for "
+                "your machine: the torchvision that pip takes by default is built for CUDA, and wants a torch that is"
+            ) from None
+        raise UsageError(f"{package} can't be imported ({one_line(error)}): install it anew") from None
+
+
+def _broken_torchvision() -> str:
+    """Why a torchvision that is installed does not import; nothing if it does, or is not there."""
+    if sys.modules.get("torchvision", "") is None or importlib.util.find_spec("torchvision") is None:
+        return ""
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:
+        return one_line(error)
+    return ""
+
+
+@contextlib.contextmanager
+def without_broken_torchvision() -> Iterator[None]:
+    """For transformers, which does without torchvision, but not with one that fails: let it seem not to be there."""
+    if not _broken_torchvision():
+        yield
+        return
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torchvision"]
 
 
 def check_known(library: str, name: str, names: Iterable[str]) -> None:
@@ -121,7 +181,9 @@ def _torchvision(name: str, classes: int | None) -> nn.Module:
     """A classification network of torchvision."""
     models = imported("torchvision.models")
     check_known("torchvision", name, models.list_models(module=models))
-    return models.get_model(name, weights=None, **({} if classes is None else {"num_classes": classes}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of initial weights to come
+        return models.get_model(name, weights=None, **({} if classes is None else {"num_classes": classes}))
 
 
 def _timm(name: str, classes: int | None) -> nn.Module:
@@ -132,25 +194,55 @@ def _timm(name: str, classes: int | None) -> nn.Module:
 
 
 def _transformers(name: str, classes: int | None) -> nn.Module:
-    """A classifier of texts or images of transformers, by its configuration."""
-    library = imported("transformers")
-    options = {} if classes is None else {"num_labels": classes}
-    if (Path(name) / "config.json").is_file():
-        config = library.AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
-    elif Path(name).is_dir() or "/" in name:
-        raise UsageError(f"model is 'transformers:{name}': there is no {name}/config.json, and nothing is downloaded")
-    else:
-        check_known("transformers", name, library.CONFIG_MAPPING)
-        config = library.CONFIG_MAPPING[name](**options)
-    texts, images = library.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, library.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
-    if type(config) in texts:
-        return library.AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
-    if type(config) in images:
-        return library.AutoModelForImageClassification.from_config(config, trust_remote_code=False)
-    raise UsageError(
-        f"model is 'transformers:{name}', but transformers has no classifier of texts or images of the type "
-        f"{config.model_type!r}: bert and vit are types that have one"
-    )
+    """A classifier of texts or images of transformers: by its configuration, or with the weights of its folder."""
+    with without_broken_torchvision():
+        library = imported("transformers")
+        options = {} if classes is None else {"num_labels": classes}
+        local = {"local_files_only": True, "trust_remote_code": False}
+        filled = _has_weights(Path(name))
+        if (Path(name) / "config.json").is_file():
+            config = library.AutoConfig.from_pretrained(name, **local, **({} if filled else options))
+        elif Path(name).is_dir() or "/" in name:
+            raise UsageError(
+                f"model is 'transformers:{name}': there is no {name}/config.json, and nothing is downloaded"
+            )
+        else:
+            check_known("transformers", name, library.CONFIG_MAPPING)
+            config = library.CONFIG_MAPPING[name](**options)
+        if type(config) in library.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            maker = library.AutoModelForSequenceClassification
+        elif type(config) in library.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+            maker = library.AutoModelForImageClassification
+        else:
+            raise UsageError(
+                f"model is 'transformers:{name}', but transformers has no classifier of texts or images of the type "
+                f"{config.model_type!r}: bert and vit are types that have one"
+            )
+        if not filled:
+            return maker.from_config(config, trust_remote_code=False)
+        return _from_folder(maker, name, config, local, classes)
+
+
+def _from_folder(maker: Any, folder: str, config: Any, local: dict[str, Any], classes: int | None) -> nn.Module:
+    """The classifier with the weights that transformers has written; a backbone alone is given a head of zeros."""
+    with quiet_transformers():
+        module, report = maker.from_pretrained(folder, config=config, output_loading_info=True, **local)
+    missing = sorted(report["missing_keys"])
+    inner = f"{module.base_model_prefix}."
+    if report["mismatched_keys"] or any(name.startswith(inner) for name in missing):
+        raise DataError(
+            f"{folder}: its weights don't fit its config.json: missing or of another shape are {few(missing)}"
+        )
+    if missing and classes is None:
+        raise UsageError(f"{folder} holds no classifier (missing are {few(missing)}): give --classes for a new one")
+    if missing:
+        config.num_labels = classes
+        with quiet_transformers():
+            module = maker.from_pretrained(folder, config=config, **local)
+        own = module.state_dict()
+        for name in missing:
+            own[name].zero_()
+    return module
 
 
 libraries: dict[str, Callable[[str, int | None], nn.Module]] = {
@@ -158,181 +250,3 @@ libraries: dict[str, Callable[[str, int | None], nn.Module]] = {
     "timm": _timm,
     "transformers": _transformers,
 }
-
-
-# -------- Weights --------
-
-
-def load_weights(module: nn.Module, path: str | Path) -> None:
-    """Put the weights of a file into a module: safetensors, or a state dict that torch.save wrote."""
-    put_weights(module, read_weights(path), path)
-
-
-def put_weights(module: nn.Module, tree: Tree, path: str | Path) -> None:
-    """Put weights, which came from a file, into a module.
-
-    Their names may all begin with "module." or "_orig_mod.", as wrappers leave them. Of weights that several names
-    share, one name is enough. Everything else must fit, and be finite.
-    """
-    own_tree = module.state_dict(keep_vars=True)
-    tree = dict(_unprefixed(tree, own_tree))
-    for name, value in own_tree.items():
-        if name not in tree:
-            shared = [other for other, tensor in own_tree.items() if tensor is value and other in tree]
-            tree |= {name: tree[shared[0]]} if shared else {}
-    both = [name for name in own_tree if name in tree]
-    wrong = {
-        "missing are": [name for name in own_tree if name not in tree],
-        "the model does not have": [name for name in tree if name not in own_tree],
-        "of another shape are": [
-            f"{name} {tuple(tree[name].shape)}, in the model {tuple(own_tree[name].shape)}"
-            for name in both
-            if tree[name].shape != own_tree[name].shape
-        ],
-    }
-    if any(wrong.values()):
-        told = "; ".join(f"{words} {_few(names)}" for words, names in wrong.items() if names)
-        raise DataError(
-            f"{path}: its weights don't fit the model, {type(module).__name__}: {told}. "
-            "Give the model that they were saved from, with the same number of classes"
-        )
-    for name in both:
-        expected = own_tree[name]
-        # A buffer may be infinite by intention, as a mask is: then it is so in the model already.
-        finite = isinstance(expected, nn.Parameter) or bool(torch.isfinite(expected).all())
-        if finite and not torch.isfinite(tree[name].to(expected.dtype)).all():
-            raise DataError(f"{path}: {name} holds NaN or infinity: the training that wrote it has failed")
-    module.load_state_dict(tree)
-
-
-def save_weights(path: str | Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Replace a safetensors file of weights; those that several names share are written under each."""
-    save_tree(Path(path), tree, metadata)
-
-
-def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as a safetensors file does; refused if it can't be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(9)[8:] == b"{"  # behind the length of the header
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror})") from None
-
-
-def read_weights(path: str | Path) -> Tree:
-    """The tensors in a file: safetensors, or a state dict that torch.save wrote; nothing else is unpickled.
-
-    A state dict may stand under "state_dict", "model_state_dict" or "model", among other plain values.
-    """
-    path = Path(path)
-    if is_safetensors(path):
-        return load_tree(path)[0]
-    remedy = "Save the weights alone: torch.save(model.state_dict(), path), or as safetensors"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        why = "holds more than tensors, or no tensors; the rest is not unpickled, since that can run code"
-        raise DataError(f"{path}: {why}. {remedy}") from None
-    except Exception as error:
-        raise DataError(
-            f"{path}: not a readable file of weights, or cut short ({_line(error)}). Allowed are safetensors and "
-            f"state dicts. {remedy}"
-        ) from None
-    if isinstance(found, Mapping):
-        inner = (found[key] for key in ("state_dict", "model_state_dict", "model") if key in found)
-        found = next((value for value in inner if isinstance(value, Mapping)), found)
-    tree = dict(found) if isinstance(found, Mapping) else {}
-    if not tree or not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in tree.items()):
-        what = f"with {_few([repr(name) for name in tree])}" if tree else f"of type {type(found).__name__}"
-        raise DataError(f"{path}: holds something {what}, not a state dict of names and tensors. {remedy}")
-    return tree
-
-
-def _unprefixed(tree: Tree, own_tree: Mapping[str, Any]) -> Tree:
-    """The tree without the prefixes that wrappers put before all of a module's names."""
-    for prefix in ("_orig_mod.", "module.", "_orig_mod."):
-        if not set(tree) & set(own_tree) and all(name.startswith(prefix) for name in tree):
-            tree = {name.removeprefix(prefix): value for name, value in tree.items()}
-    return tree
-
-
-def _few(names: list[str], most: int = 3) -> str:
-    """The first of many names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error, after its type."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
-
-
-# -------- Programs --------
-
-
-def exported(model: nn.Module, example: Any, path: str | Path) -> None:
-    """Write a model in eval mode as a program of `torch.export`, which runs where there is no Unskew.
-
-    `example` is an input of at least one example: a tensor, a tuple of positional arguments or a mapping of named
-    ones. Its values don't go into the file. The program takes any number of examples, in tensors that are otherwise
-    of these shapes: torch.export.load(path).module()(x). Texts (inputs of whole numbers) can have any length, if the
-    model allows that.
-    """
-    model = copy.deepcopy(model).cpu().eval()
-    named = dict(example) if isinstance(example, Mapping) else {}
-    args = () if named else example if isinstance(example, tuple) else (example,)
-    tensors = [value for value in (*args, *named.values()) if isinstance(value, Tensor) and value.ndim]
-    if not tensors:
-        raise UsageError(f"example is {type(example).__name__}, with no tensor: give an input to the model")
-    batch = len(tensors[0])
-    words = any(str(value.dtype).removeprefix("torch.") in WORDS for value in tensors)
-    shapes = torch.export.ShapesCollection()
-
-    def here(value: Any) -> Any:
-        return value.cpu() if isinstance(value, Tensor) else value
-
-    def stand_in(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not value.ndim or len(value) != batch:
-            return torch.ones_like(value, device="cpu")
-        sizes = [max(size, 2) if words else size for size in value.shape[1:]]  # what is 1 would become a constant
-        ones = torch.ones(max(batch, 2), *sizes, dtype=value.dtype)
-        free = range(1, value.ndim) if words else ()
-        shapes[ones] = {0: torch.export.Dim.DYNAMIC} | dict.fromkeys(free, torch.export.Dim.AUTO)
-        return ones
-
-    try:
-        inputs, options = tuple(map(stand_in, args)), {name: stand_in(value) for name, value in named.items()}
-        if named:
-            _spell_out(model, list(named))
-        dynamic = shapes.dynamic_shapes(model, inputs, options)
-        program = torch.export.export(model, inputs, options, dynamic_shapes=dynamic)
-        for node in program.graph.nodes:
-            node.meta.pop("stack_trace", None)  # it names files of this machine
-        args, named = tuple(map(here, args)), {name: here(value) for name, value in named.items()}
-        with torch.no_grad():
-            torch.testing.assert_close(program.module()(*args, **named), model(*args, **named), rtol=1e-4, atol=1e-4)
-    except Exception as error:
-        raise UsageError(
-            f"{type(model).__name__} can't be exported by torch.export ({_line(error)}): use its weights instead"
-        ) from error
-    with replacing(Path(path)) as temporary, temporary.open("wb") as file:
-        torch.export.save(program, file)
-
-
-def _spell_out(model: nn.Module, names: list[str]) -> None:
-    """Give a model's forward parameters of these names: torch can't vary the sizes of what `**kwargs` holds."""
-    forward = model.forward
-
-    def spelled(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    spelled.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
-    model.forward = spelled

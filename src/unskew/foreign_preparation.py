@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import DataError, UnskewError, UsageError
-from unskew.foreign import check_known, imported
+from unskew.foreign import check_known, imported, without_broken_torchvision
 from unskew.preparation import INTERPOLATIONS, Preparation
 
 Config = Mapping[str, Any]
@@ -97,7 +97,9 @@ def _transformers(name: str) -> Preparation:
     if not file.is_file():
         raise UsageError(f"there is no {file}, and nothing is downloaded: {REMEDY}")
     try:
-        found = library.AutoImageProcessor.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
+        with without_broken_torchvision():
+            local = {"local_files_only": True, "trust_remote_code": False}
+            found = library.AutoImageProcessor.from_pretrained(file.parent, **local)
         config = found.to_dict()
     except Exception as error:
         raise DataError(f"{file} can't be read by transformers ({str(error).strip()[:150]})") from error

@@ -7,6 +7,7 @@ number of classes). Candidate heads go to the sites in one sealed file; a site's
 
 from __future__ import annotations
 
+import copy
 import json
 import secrets
 from collections.abc import Iterable, Mapping
@@ -16,21 +17,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unskew.agreement import Known
 from unskew.collecting import weights_digest
 from unskew.cutting import rejoined, split
+from unskew.endings import is_linear
 from unskew.errors import DataError, UsageError
-from unskew.foreign import exported, is_safetensors, libraries, load_module, put_weights, read_weights, save_weights
+from unskew.foreign import brings_weights, libraries, load_module
 from unskew.heads import behind, plain
-from unskew.inputs import stand_in
+from unskew.inputs import parsed, stand_in
 from unskew.models import Split, linear, linear_of, networks
 from unskew.origin import Origin
+from unskew.preparation import PIXELS, Preparation, as_module
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
 from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
+from unskew.weights import is_safetensors, put_weights, read_weights, renamed, save_weights
 
 OLD = "old"  # the name of the head that the model has
 MOST_HEADS = 16
+PROPOSE = "`unskew calibrate --propose` writes them"
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -60,8 +66,9 @@ def opened(
     tree = read_weights(weights) if weights else {}
     about = _about(weights) if weights else {}
     transform, inside = about.get("transform", "identity"), about.get("classes")
-    start = f"{about['layer']}." if about.get("layer") else ""
-    own = [value for name, value in tree.items() if name.startswith(start)]  # of another name where others make it
+    starts = tuple(f"{name}." if name else "" for name in about.get("layer", "").split("+"))
+    start = starts[0]
+    own = [value for name, value in tree.items() if name.startswith(starts)]  # of another name where others make it
     whole = transform == "identity" or f"{start}weight" in tree
     if about and not (whole and any(value.ndim and len(value) == inside for value in own)):
         raise DataError(f"{weights}: its calibrated layer {about['layer']!r} is not among its weights")
@@ -69,7 +76,8 @@ def opened(
     if inside is None and source in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
     module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
-    layer = about.get("layer") if layer is None else layer
+    tree = renamed(module, tree, weights) if weights else {}
+    layer = starts[0].removesuffix(".") if layer is None and about else layer
     held: Tree = {}
     if transform != "identity":  # its classifier does not fit the features as they are
         held = {name: tree.pop(start + name) for name in ("weight", "bias") if start + name in tree}
@@ -80,10 +88,11 @@ def opened(
         put_weights(module, tree, weights)
     model = split(module, example, layer)
     if held:
-        head = linear_of(held["weight"], held.get("bias"))
+        head = linear_of(held["weight"].flatten(1), held.get("bias"))
         model.classifier = behind(head, transform, plain(model.classifier).in_features)
-    untrained = weights is None and source in (*networks, *libraries)  # a file of yours may load its own weights
-    fresh = classes is not None and (untrained or classes != model.classes)
+    # A file of yours may load its own weights.
+    untrained = weights is None and source in (*networks, *libraries) and not brings_weights(spec)
+    fresh = classes is not None and (untrained or classes != model.classes or not linear(model.classifier).weight.any())
     if classes is not None and classes != model.classes:
         old = plain(model.classifier)
         bias = None if old.bias is None else old.weight.new_zeros(classes)
@@ -98,34 +107,64 @@ def _about(path: Path) -> dict[str, Any]:
         about = json.loads(text) if text else {}
         if not about:
             return {}
-        names = about["labels"]
-        labels = None if names is None else tuple(map(str, names))
         return {
             "layer": str(about["layer"]),
             "classes": int(about["classes"]),
             "transform": Transform(about["transform"]).name,
-            "labels": labels,
+            "known": _known(path, about),
         }
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: what it says of its calibration is damaged ({error})") from None
 
 
-def labels_in(path: Path) -> tuple[str, ...] | None:
-    """The names of the classes that a calibrated model carries, if it does."""
-    return _about(path).get("labels")
+def known_of_model(path: Path, classes: int | None = None) -> Known:
+    """What a calibrated model says of its data, for a head of so many classes if they are given; other weights say
+    nothing.
+    """
+    about = _about(path)
+    if not about:
+        return Known(str(path))
+    same = classes in (None, about["classes"])  # a new head has other classes
+    return about["known"] if same else about["known"]._replace(labels=None)
+
+
+def is_calibrated(path: Path) -> bool:
+    """Whether a file of weights is what `write_model` wrote."""
+    return bool(_about(path))
+
+
+def _told(origin: Origin) -> dict[str, Any]:
+    """What files around a calibration carry of the data that their statistics came from."""
+    return {"labels": origin.labels, "preparation": origin.preparation, "inputs": origin.inputs}
+
+
+def _known(path: Path, told: Mapping[str, Any]) -> Known:
+    """What `_told` wrote; a ValueError or a KeyError where it is damaged."""
+    labels, preparation, inputs = told["labels"], told["preparation"], told["inputs"]
+    if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
+        raise ValueError("labels is no list of names")
+    if inputs is not None and not parsed(str(inputs)):
+        raise ValueError(f"inputs is {inputs!r}")
+    names = None if labels is None else tuple(labels)
+    return Known(str(path), names, None if preparation is None else Preparation.parse(str(preparation)), inputs)
 
 
 def _resize(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
-    """Give the module's classification layer as many classes as the weights have, if that is all that differs."""
-    parts = {name: part for name, part in module.named_modules() if type(part) is nn.Linear}
+    """Give the module's classification layers as many classes as the weights have, if that is all that differs."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    parts = {name: part for name, part in module.named_modules() if type(part) in kinds and is_linear(part)}
     other = [name for name, part in parts.items() if tree.get(f"{name}.weight", part.weight).shape != part.weight.shape]
-    if len(other) == 1 and tree[f"{other[0]}.weight"].ndim == 2:
-        name, part = other[0], parts[other[0]]
-        new = tree[f"{name}.weight"]
-        if new.shape[1] == part.in_features:
-            parent, _, last = name.rpartition(".")
-            bias = None if part.bias is None else part.bias.new_zeros(len(new))
-            setattr(module.get_submodule(parent), last, linear_of(part.weight.new_zeros(new.shape), bias))
+    new = {tree[f"{name}.weight"].shape[:1] for name in other}
+    if len(new) != 1 or any(tree[f"{name}.weight"].shape[1:] != parts[name].weight.shape[1:] for name in other):
+        return
+    (rows,) = new.pop()
+    for name in other:
+        parent, _, last = name.rpartition(".")
+        resized: Any = copy.deepcopy(parts[name])
+        setattr(resized, "out_features" if isinstance(resized, nn.Linear) else "out_channels", rows)
+        resized.weight = nn.Parameter(resized.weight.new_zeros(rows, *resized.weight.shape[1:]))
+        resized.bias = None if resized.bias is None else nn.Parameter(resized.bias.new_zeros(rows))
+        setattr(module.get_submodule(parent), last, resized)
 
 
 def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: FeatureStats) -> str:
@@ -133,7 +172,7 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     front = front_of(model.classifier)
     layer = "classifier" if isinstance(module, Split) else model.layer
     about = {"layer": layer, "classes": linear(model.classifier).out_features, "transform": front, "calibrator": name,
-             "examples": int(stats.count.sum()), "labels": stats.origin.labels}  # fmt: skip
+             "examples": int(stats.count.sum()), **_told(stats.origin)}  # fmt: skip
     tree = rejoined(model, module)
     save_weights(path, tree, {"calibrated": json.dumps(about)})
     own = module.state_dict()
@@ -142,27 +181,71 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     if any(name not in own or own[name].shape != value.shape for name, value in tree.items()):
         shape = tuple(linear(model.classifier).weight.shape)
         return f"{layer} has the shape {shape} now: build the model so before loading it in plain torch"
+    try:
+        copy.deepcopy(module).load_state_dict(dict(tree))
+    except Exception:  # as of torchvision's MNASNet, which asks for a version that safetensors can't hold
+        return "load it by unskew.weights.load_weights(model, path): its parts ask for more than tensors"
     return "it loads in plain torch: model.load_state_dict(safetensors.torch.load_file(path))"
 
 
-def write_program(path: Path, model: Split, origin: Origin) -> None:
-    """Write a calibrated model as a program of torch.export."""
+class Program(NamedTuple):
+    """A model that can be exported by `programs.exported`."""
+
+    module: nn.Module
+    example: Any
+    takes: str  # what it takes, in words
+
+
+def program_of(model: Split, origin: Origin, prepared: bool = False) -> Program:
+    """A calibrated model as it is to be exported.
+
+    If it is to be `prepared`, the part of the preparation that works on tensors goes in front: then the program takes
+    pixels 0..255, or other values as the data have them, in the sizes that the model takes.
+    """
     if origin.inputs is None:
         raise UsageError(
             "--export needs to know what the model takes, and the sites' batches were not tensors of one kind with a "
-            "row for each example: export it in Python, with foreign.exported(model, example, path)"
+            "row for each example: export it in Python, with programs.exported(model, example, path)"
         )
-    exported(model, stand_in(origin.inputs), path)
+    if not prepared:
+        said = "" if origin.preparation is None else f", prepared as in the statistics ({origin.preparation})"
+        return Program(model, stand_in(origin.inputs), f"it takes {origin.inputs}{said}")
+    parts = parsed(origin.inputs)
+    if origin.preparation is None or len(parts) != 1 or parts[0].name:
+        raise UsageError(
+            f"--export-preparation needs statistics of images or vectors that Unskew has read itself; these are of "
+            f"{origin.inputs}, which a loader has prepared: export without it"
+        )
+    preparation = Preparation.parse(origin.preparation)
+    pixels = preparation.numbers == PIXELS
+    module = nn.Sequential(as_module(preparation), InType(parts[0].dtype), model)
+    example = stand_in(origin.inputs).to(torch.uint8 if pixels else torch.float32)
+    sizes = ",".join(map(str, parts[0].sizes))
+    scaled = any((preparation.image_size, preparation.resize, preparation.crop))
+    cut = ", scaled and cut out already" if scaled else ""
+    return Program(module, example, f"it takes {'uint8' if pixels else 'float32'}[{sizes}]{cut}")
+
+
+class InType(nn.Module):
+    """Numbers in the type that a model takes."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.dtype: torch.dtype = getattr(torch, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same numbers."""
+        return x.to(self.dtype)
 
 
 # ---------------------------------------------------------------------------------------------- candidates
 
 
 def write_heads(
-    path: Path, model: Split, made: Mapping[str, nn.Module], parts: Iterable[str], fresh: bool = False
+    path: Path, model: Split, made: Mapping[str, nn.Module], stats: FeatureStats, fresh: bool = False
 ) -> None:
-    """Write candidate heads that were made from the statistics of some `parts`, after the head that the model has,
-    unless that is `fresh` and knows nothing.
+    """Write candidate heads that were made from some statistics, after the head that the model has, unless that is
+    `fresh` and knows nothing.
     """
     tree: Tree = {}
     fronts = {}
@@ -172,8 +255,17 @@ def write_heads(
         if layer.bias is not None:
             tree[f"{name}/bias"] = layer.bias
         fronts[name] = front_of(head)
-    origin = {"weights": weights_digest(model), "statistics": digest(sorted(parts))}
-    save_sealed(path, tree, {"heads": json.dumps(fronts), **origin})
+    origin = {"weights": weights_digest(model), "statistics": digest(sorted(stats.parts))}
+    save_sealed(path, tree, {"heads": json.dumps(fronts), **origin, "data": json.dumps(_told(stats.origin))})
+
+
+def known_of_heads(path: Path) -> Known:
+    """What a file of candidate heads says of the data that they were made from."""
+    metadata = metadata_of(path)
+    try:
+        return _known(path, json.loads(metadata["data"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: holds no heads, or damaged ones ({error}); {PROPOSE}") from None
 
 
 def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> tuple[dict[str, nn.Module], str]:
@@ -181,8 +273,8 @@ def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> 
     this model, or were not made from the statistics of these `parts`.
     """
     tree, metadata = load_sealed(path)
-    if not {"heads", "weights", "statistics"} <= set(metadata):
-        raise DataError(f"{path}: holds no heads; `unskew calibrate --propose` writes them")
+    if not {"heads", "weights", "statistics", "data"} <= set(metadata):
+        raise DataError(f"{path}: holds no heads; {PROPOSE}")
     if metadata["weights"] != weights_digest(model):
         raise DataError(f"{path}: heads for a model with other weights: give the weights that the statistics were "
                         "collected with")  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,15 @@ def parts_of(x: Any) -> list[tuple[str, Any]]:
     if isinstance(x, Mapping):
         return list(x.items())
     return [("", value) for value in (x if isinstance(x, tuple | list) else (x,))]
+
+
+def each(function: Callable[[Tensor], Tensor], x: Any) -> Any:
+    """The inputs of a model, with a function of every tensor among them that has a row for each example."""
+    if isinstance(x, Mapping):
+        return {name: each(function, value) for name, value in x.items()}
+    if isinstance(x, tuple | list):
+        return tuple(each(function, value) for value in x)
+    return function(x) if isinstance(x, Tensor) and x.ndim else x
 
 
 def described(x: Any, examples: int) -> str | None:

@@ -47,6 +47,7 @@ def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
         "file": str(path), "bytes": path.stat().st_size, "examples": head.examples, "classes": head.classes,
         "present": int((stats.count > 0).sum()), "dimension": head.dimension, "form": head.form,
         "precision": head.precision, "transform": head.transform, "held_out": head.held_out,
+        "right": head.right,
         "layer": head.origin.layer, "weights": head.origin.weights, "preparation": head.origin.preparation,
         "inputs": head.origin.inputs, "skewness": stats.skewness, "producer": head.producer,
         "privacy": None if head.privacy is None else head.privacy._asdict(), "digest": head.digest,

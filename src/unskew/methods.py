@@ -41,7 +41,7 @@ from unskew.algorithms import (
 from unskew.errors import UsageError, expect, lookup
 from unskew.exchange import Algorithm
 from unskew.models import Split
-from unskew.specs import called, converted, defaults_of, own, parse
+from unskew.specs import called, converted, defaults_of, is_own, own, parse
 from unskew.variants import clsnorm, directions, fixed_classifier, projection, spherical, unit_features
 
 
@@ -162,7 +162,7 @@ def method(spec: str) -> Method:
 
 def skeleton(spec: str, model: Split) -> Split:
     """The variant of a model that a method trains, with any values: what stored weights are loaded into."""
-    named = [part for part in parts_of(spec) if ".py:" not in part]
+    named = [part for part in parts_of(spec) if not is_own(part)]
     for _, _, piece, given in sorted((_chosen(part) for part in named), key=_place):
         if piece.variant:
             options = {**piece.options, **given}
@@ -190,12 +190,12 @@ def _chosen(spec: str) -> _Chosen:
     if not spec.strip():
         raise UsageError("method has an empty piece: write names joined by single +, such as fednova+on_sphere")
     file, colon, function = spec.partition(":")
-    if colon and "=" not in function and file not in pieces and not file.endswith(".py"):
+    if colon and "=" not in function and file not in pieces and not is_own(spec):
         raise UsageError(f"method is {spec!r}: write name:option=value, or file.py:function for one of your own")
     name, options = parse(spec)
     if name.endswith(".py"):
         raise UsageError(f"method is {spec!r}: name the function in that file too, as in {name}:function")
-    if ".py:" in name:
+    if ":" in name:
         piece = Piece(name, name, algorithm=own("method", name))
         needed = [
             key

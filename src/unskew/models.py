@@ -76,7 +76,7 @@ class Split(nn.Module):
     """A network in two parts: `features`, x -> z (B, d), and `classifier`, z -> logits (B, C).
 
     The classifier is an `nn.Linear`, or an `nn.Sequential` of a transform and one. `layer` is the dotted
-    name that the linear layer had in the module it was cut from.
+    name that the linear layer had in the module it was cut from; of several layers, their names joined by "+".
 
     >>> net = Split(nn.Flatten(), nn.Linear(4, 3))
     >>> net(torch.zeros(2, 1, 2, 2)).shape, net.dimension, net.classes
@@ -103,6 +103,16 @@ class Split(nn.Module):
     def classes(self) -> int:
         """How many logits come out."""
         return linear(self.classifier).out_features
+
+
+def check_made(module: nn.Module) -> None:
+    """Refuse a module some of whose weights wait for a first input to be made, as those of nn.LazyLinear do."""
+    waiting = [name for name, value in module.named_parameters() if nn.parameter.is_lazy(value)]
+    if waiting:
+        raise UsageError(
+            f"{type(module).__name__} has weights that are not made yet: {', '.join(waiting[:3])}. Run it on an input "
+            "once before"
+        )
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ def _kind(spec: str, path: Path) -> str:
         raise UsageError(f"data is '': expected {PATHS}, or one of: {', '.join(KNOWN)}")
     if spec in KNOWN:
         return "known data set"
-    if ".py:" in spec:
+    if specs.is_own(spec):
         return "loader"
     if path.is_dir():
         return "folder"

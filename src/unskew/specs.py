@@ -1,19 +1,24 @@
 """Specs: values written as text, `name:option=value:option=value`, on the command line and in files.
 
-A name stands for a function in a registry, or is `file.py:function` of the user's own. Options take the type of their
-defaults. Nothing here needs torch, so that the command line can check what it is given at once.
+A name stands for a function in a registry, or is `file.py:function` or `package.module:function` of the user's own.
+Options take the type of their defaults. Nothing here needs torch, so that the command line can check what it is given
+at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib
+import importlib.util
 import inspect
 import math
 import re
-import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from unskew.errors import UnskewError, UsageError, lookup
@@ -30,7 +35,7 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
     ('mine.py:sign_sgd', {'scale': '2'})
     """
     name, *rest = spec.strip().split(":")
-    if name.endswith(".py") and rest and "=" not in rest[0]:
+    if is_own(spec.strip()):
         name = f"{name}:{rest.pop(0)}"
     options: dict[str, str] = {}
     key = ""
@@ -100,20 +105,106 @@ def called(kind: str, spec: str, function: Callable[..., Made], *arguments: Any,
     except UnskewError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}, line {place.lineno}"
-        raise UsageError(f"{kind} is {spec!r}, which fails: {type(error).__name__}: {error} ({where})") from error
+        frames = [place for place in traceback.extract_tb(error.__traceback__) if _tells(place.filename)]
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        raise UsageError(f"{kind} is {spec!r}, which fails: {type(error).__name__}: {error}{where}") from error
+
+
+def _tells(file: str) -> bool:
+    """Whether a file in a traceback is one where somebody could mend something."""
+    return file != __file__ and not file.startswith("<frozen ") and Path(file).parent.name != "importlib"
+
+
+# -------- The user's own functions --------
+
+
+def is_own(spec: str) -> bool:
+    """Whether a spec names a function of the user's: in a file, or in a module of Python's that is there.
+
+    >>> is_own("mine.py:build:width=3"), is_own("json.decoder:JSONDecoder"), is_own("cnn:size=32")
+    (True, True, False)
+    """
+    place, _, rest = spec.partition(":")
+    function = rest.partition(":")[0]
+    if not function or "=" in function:
+        return False
+    if place.endswith(".py"):
+        return True
+    top, dot, _ = place.partition(".")
+    if not all(word.isidentifier() for word in (*place.split("."), function)):
+        return False
+    if dot:
+        return Path(top).is_dir() or importlib.util.find_spec(top) is not None
+    return Path(f"{top}.py").is_file() or Path(top, "__init__.py").is_file()
 
 
 def own(kind: str, spec: str) -> Callable[..., Any]:
-    """The function that "file.py:function" names."""
-    path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise UsageError(f"{kind} is {spec!r}: there is no file {path!r}")
-    folder = str(Path(path).resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # for what stands beside it; at the end, so that it hides nothing
-    function = called(kind, spec, runpy.run_path, path).get(name)
+    """The function, or the class, that "file.py:function" or "package.module:function" names."""
+    place, _, name = spec.rpartition(":")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise UsageError(f"{kind} is {spec!r}: there is no file {place!r}")
+        found = called(kind, spec, _run, Path(place).resolve())
+    else:
+        with _beside(Path.cwd()):
+            found = called(kind, spec, importlib.import_module, place)
+    function = getattr(found, name, None)
     if not callable(function):
-        raise UsageError(f"{kind} is {spec!r}: {path} has no function {name!r}")
+        raise UsageError(f"{kind} is {spec!r}: {place} has no function {name!r}")
     return function
+
+
+def _run(path: Path) -> ModuleType:
+    """A file as a module, run anew. It may import what stands beside it, by name or relative to its package."""
+    folder = path.parent
+    inside = [above for above in path.parents if (above / "__init__.py").is_file()]
+    root = folder
+    while root in inside:
+        root = root.parent
+    if root == folder and folder.is_relative_to(Path.cwd()):  # packages need no __init__.py
+        root = Path.cwd()
+    words = folder.relative_to(root).parts
+    if any("." in word for word in words):
+        root, words = folder, ()
+    top = f"_own_{hashlib.sha256(bytes(root)).hexdigest()[:8]}"  # so that nothing else has its name
+    if top not in sys.modules:
+        sys.modules[top] = ModuleType(top)
+        sys.modules[top].__path__ = [str(root)]
+    module = ModuleType(".".join((top, *words, path.stem.replace(".", "_"))))
+    module.__file__, module.__package__ = str(path), ".".join((top, *words))
+    sys.modules[module.__name__] = module
+    with _beside(folder, root):
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    return module
+
+
+_theirs: set[str] = set()  # names of modules that files of the user's have imported
+
+
+@contextlib.contextmanager
+def _beside(*folders: Path) -> Iterator[None]:
+    """Let code import what stands in these folders by its name, though files that were run before had other modules of
+    that name. Afterwards the folders stay at the end of Python's path, for what is imported later.
+    """
+    others = {name.partition(".")[0] for name in _theirs if not _found_in(name, folders)}
+    for name in [name for name in _theirs if name.partition(".")[0] in others]:
+        sys.modules.pop(name, None)
+        _theirs.remove(name)
+    before, places = set(sys.modules), [str(folder) for folder in folders]
+    sys.path[:0] = places
+    try:
+        yield
+    finally:
+        for place in places:
+            sys.path.remove(place)
+        sys.path += [place for place in places if place not in sys.path]
+        _theirs.update(set(sys.modules) - before)
+
+
+def _found_in(name: str, folders: tuple[Path, ...]) -> bool:
+    """Whether a module is the one that these folders have, or they have none of its name."""
+    top = name.partition(".")[0]
+    file = getattr(sys.modules.get(name), "__file__", None)
+    there = (folder / top for folder in folders if (folder / top).is_dir() or (folder / f"{top}.py").is_file())
+    expected = next(there, None)
+    return expected is None or file is None or Path(file).with_suffix("") == expected or expected in Path(file).parents

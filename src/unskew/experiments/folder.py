@@ -29,6 +29,7 @@ from unskew.methods import skeleton
 from unskew.models import Split, build, linear, linear_of
 from unskew.results import Record, load_sealed, read, save_sealed, write_text
 from unskew.simulate import Round
+from unskew.specs import is_own
 from unskew.transforms import Transform
 from unskew.tree import Tree, each, prefix, under
 from unskew.variants import NormalisedLinear
@@ -143,7 +144,7 @@ def load_model(path: str | Path) -> Split:
         raise DataError(f"{path}: not a model of a run; model.safetensors and calibrated-*.safetensors are")
     about = json.loads(metadata["unskew"])
     name, sizes = about["network"], (about["classes"], about["channels"], about["size"])
-    if ".py:" in name:
+    if is_own(name):
         model = own_model(name, torch.Generator(), torch.zeros(1, *about["shape"]), *sizes)
     else:
         model = build(name, *sizes, about["norm"])

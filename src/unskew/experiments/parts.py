@@ -29,7 +29,7 @@ from unskew.personal import Way, ways
 from unskew.seeds import generator, seeded
 from unskew.selection import calibrators
 from unskew.simulate import Training
-from unskew.specs import called, converted, defaults_of, made, own, parse
+from unskew.specs import called, converted, defaults_of, is_own, made, own, parse
 from unskew.transforms import Transform
 from unskew.workers import check_workers, known_engines
 
@@ -134,7 +134,7 @@ def federation_of(experiment: Experiment, data: Dataset) -> Federation:
 def network_of(experiment: Experiment, data: Dataset) -> Split:
     """The network that an experiment names, or that a function in a file makes, with its initial weights."""
     draw = generator(experiment.seed, "model")
-    if ".py:" in experiment.model:
+    if is_own(experiment.model):
         return own_model(experiment.model, draw, data.x[:1].cpu(), data.classes, data.channels, data.size)
     norm = None if experiment.norm == "auto" else experiment.norm
     return build(experiment.model, data.classes, data.channels, data.size, norm, draw)
