@@ -7,6 +7,7 @@ otherwise, or its classes in another order, is wrong without a sign.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -85,6 +86,11 @@ def difference(mine: Preparation, theirs: Preparation, here: str, there: str) ->
     return replace(mine, **blank).difference(replace(theirs, **blank), here, there)
 
 
+def _cast(inputs: str) -> str:
+    """A line of inputs whose floating point is float32: a model casts what it is given to its own type."""
+    return re.sub(r"(?<![a-z])(b?float(16|64))\[", "float32[", inputs)
+
+
 def check_known(found: Known, sources: Iterable[Known]) -> None:
     """Refuse data, or statistics of them, that came out otherwise than a source says."""
     for source in sources:
@@ -93,7 +99,11 @@ def check_known(found: Known, sources: Iterable[Known]) -> None:
             here, there = f"in {found.where}", f"in {source.where}"
             apart = difference(found.preparation, source.preparation, here, there)
             _refuse(apart, f"Let all be prepared as {source.where} says, or begin anew with another preparation")
-        if found.inputs is not None and source.inputs is not None and not alike(found.inputs, source.inputs):
+        if (
+            found.inputs is not None
+            and source.inputs is not None
+            and not alike(*map(_cast, (found.inputs, source.inputs)))
+        ):
             raise DataError(
                 f"{found.where} gives the model {found.inputs}, but {source.where} was made with {source.inputs}: "
                 "prepare the data in the same way"

@@ -132,7 +132,7 @@ def _head(weight: Tensor, bias: Tensor, transform: str, task: Task) -> nn.Module
     if task.old.bias is None:
         raise UsageError("the model's classifier has no bias, which this calibrator needs: choose ffc or ccvr")
     known = task.stats.count > 0
-    share = known / known.sum()
+    share = known.double() / known.sum()
     bias = bias.double().masked_fill(~known, 0.0)  # which `silence` takes care of
     weight, bias = weight - share @ weight, (bias - share @ bias).to(task.old.weight)
     return behind(linear_of(weight.to(task.old.weight), bias), transform, task.width)
