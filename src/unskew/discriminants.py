@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import UsageError
-from unskew.heads import Calibrator, Task, behind
+from unskew.heads import Calibrator, Material, behind
 from unskew.models import linear_of
 from unskew.ridge import solve, strength
 from unskew.statistics import FORMS, STILL
@@ -33,8 +33,8 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
     if not 0 <= shrinkage <= 1:
         raise UsageError(f"shrinkage is {shrinkage}: it must be between 0 and 1")
 
-    def fit(task: Task) -> nn.Module:
-        stats, n = task.stats, task.stats.count.sum()
+    def fit(given: Material) -> nn.Module:
+        stats, n = given.stats, given.stats.count.sum()
         within = stats.within.div_(n)
         centre = stats.count @ stats.mean / n  # what all means share is large and decides nothing
         still = within.diagonal() <= (STILL * centre) ** 2
@@ -42,8 +42,8 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
         ridge = strength(stats, True) / n if choose and not shrinkage else shrinkage * within.diagonal().mean()
         within.mul_(1 - shrinkage)
         weight = solve(within, (stats.mean - centre).masked_fill_(still, 0.0).T, ridge).T  # (C, d)
-        bias = _log_prior(task) - (weight * (stats.mean + centre)).sum(1) / 2
-        return _head(weight, bias, transform, task)
+        bias = _log_prior(given) - (weight * (stats.mean + centre)).sum(1) / 2
+        return _head(weight, bias, transform, given)
 
     return Calibrator("lda", ("pooled", "class"), Transform(transform).name, fit, Transform(transform).name)
 
@@ -59,13 +59,13 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
         raise UsageError(f"smoothing is {smoothing}: it must be 0 or more")
     front = Transform(f"{transform}+squares").name
 
-    def fit(task: Task) -> nn.Module:
-        stats = task.stats.reduced("diagonal")
+    def fit(given: Material) -> nn.Module:
+        stats = given.stats.reduced("diagonal")
         n, mean, share = stats.count.clamp(min=1)[:, None], stats.mean, (stats.count / stats.count.sum())[:, None]
         overall = (share * (stats.scatter / n + (mean - (share * mean).sum(0)) ** 2)).sum(0)
         variance = (stats.scatter / n).clamp(min=0) + max(smoothing * float(overall.max()), 1e-300)
-        bias = _log_prior(task) - 0.5 * (mean**2 / variance + variance.log()).sum(1)
-        return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, task)
+        bias = _log_prior(given) - 0.5 * (mean**2 / variance + variance.log()).sum(1)
+        return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, given)
 
     return Calibrator("gnb", ("diagonal", "class"), Transform(transform).name, fit, front)
 
@@ -76,9 +76,9 @@ def ncm(transform: str = "identity") -> Calibrator:
     With transform="unit" it compares directions, as FedNCM does. Equal to scikit-learn's NearestCentroid().
     """
 
-    def fit(task: Task) -> nn.Module:
-        mean = task.stats.mean
-        return _head(mean, -(mean**2).sum(1) / 2, transform, task)
+    def fit(given: Material) -> nn.Module:
+        mean = given.stats.mean
+        return _head(mean, -(mean**2).sum(1) / 2, transform, given)
 
     name = Transform(transform).name
     return Calibrator("ncm", ("none", *FORMS[:-1]), name, fit, name, weighs=False)
@@ -97,42 +97,42 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
     if not gamma >= 0:
         raise UsageError(f"gamma is {gamma}: it must be 0 or more")
 
-    def fit(task: Task) -> nn.Module:
-        stats, mean = task.stats, task.stats.mean
+    def fit(given: Material) -> nn.Module:
+        stats, mean = given.stats, given.stats.mean
         gram = mean.new_zeros(stats.dimension, stats.dimension)
-        count = torch.stack([site.count for site in task.sites])  # (K, C)
+        count = torch.stack([site.count for site in given.sites])  # (K, C)
         within = (stats.count - 1).clamp(min=0)  # (C,)
         share = within / ((count > 0).sum(0) - 1).clamp(min=1)
         together = max(1, 1024 // stats.classes)  # sites, so that products are few and large
         for start in range(0, len(count), together):
             some = slice(start, start + together)
-            means = torch.stack([site.mean for site in task.sites[some]])
+            means = torch.stack([site.mean for site in given.sites[some]])
             apart = (means - mean) * (count[some] * share).sqrt()[..., None]  # zero for clients without that class
             gram.addmm_(apart.flatten(0, 1).T, apart.flatten(0, 1))
         gram.diagonal().add_(gamma * within.sum())
         total = stats.cross.sum(1)
         gram.addr_(total, total / stats.count.sum())
         weight = nn.functional.normalize(solve(gram, stats.cross, 0.0).T)
-        new = weight.to(task.old.weight)
-        bias = None if task.old.bias is None else new.new_zeros(len(new))
-        return behind(linear_of(new, bias), transform, task.width)
+        new = weight.to(given.old.weight)
+        bias = None if given.old.bias is None else new.new_zeros(len(new))
+        return behind(linear_of(new, bias), transform, given.width)
 
     name = Transform(transform).name
     return Calibrator("fedcof", ("none", *FORMS[:-1]), name, fit, name, apart=True, weighs=False)
 
 
-def _log_prior(task: Task) -> Tensor:
-    return (task.stats.count / task.stats.count.sum() if task.prior is None else task.prior).log()
+def _log_prior(given: Material) -> Tensor:
+    return (given.stats.count / given.stats.count.sum() if given.prior is None else given.prior).log()
 
 
-def _head(weight: Tensor, bias: Tensor, transform: str, task: Task) -> nn.Module:
+def _head(weight: Tensor, bias: Tensor, transform: str, given: Material) -> nn.Module:
     """The head of these numbers, in the old one's type, less what all classes share, which decides nothing and would
     cost digits; of no use where the old one has no bias.
     """
-    if task.old.bias is None:
+    if given.old.bias is None:
         raise UsageError("the model's classifier has no bias, which this calibrator needs: choose ffc or ccvr")
-    known = task.stats.count > 0
+    known = given.stats.count > 0
     share = known.double() / known.sum()
     bias = bias.double().masked_fill(~known, 0.0)  # which `silence` takes care of
-    weight, bias = weight - share @ weight, (bias - share @ bias).to(task.old.weight)
-    return behind(linear_of(weight.to(task.old.weight), bias), transform, task.width)
+    weight, bias = weight - share @ weight, (bias - share @ bias).to(given.old.weight)
+    return behind(linear_of(weight.to(given.old.weight), bias), transform, given.width)

@@ -40,7 +40,7 @@ NEVER = 1e4  # what the logit of a class that nobody has lies below the others b
 PAPER = SGD(lr=0.001, momentum=0.9, weight_decay=1e-5)  # CCVR Table 8, calibration, CIFAR-10
 
 
-class Task(NamedTuple):
+class Material(NamedTuple):
     """What a calibrator is given."""
 
     stats: FeatureStats  # the sum over all clients
@@ -58,7 +58,7 @@ class Calibrator:
     name: str
     forms: tuple[str, ...]  # the forms of statistics that it can work from, the one to collect first
     transform: str  # what its statistics are to be taken under: collect(..., form=..., transform=...)
-    fit: Callable[[Task], nn.Module]
+    fit: Callable[[Material], nn.Module]
     front: str = "identity"  # the transform that stands before the new linear layer
     apart: bool = False  # whether it needs each client's statistics, not only their sum
     weighs: bool = True  # whether it can be told of another mix of classes
@@ -114,7 +114,7 @@ class Calibrator:
         if width != old.in_features or front_of(classifier) not in ("identity", self.front):
             # the old one works on other features than the new one will: nothing of it can stay
             old = linear_of(old.weight.new_zeros(old.out_features, width), None if old.bias is None else old.bias * 0)
-        made = self.fit(Task(stats, old, generator, prior, features, sites))
+        made = self.fit(Material(stats, old, generator, prior, features, sites))
         silence(linear(made), stats.count == 0)
         if not all(torch.isfinite(value).all() for value in made.parameters()):
             remedy = "lower its learning rate" if self.name == "ccvr" else "give it a ridge, or a model in float32"
@@ -183,10 +183,10 @@ def ccvr(
     before, after = (transform, "identity") if when == "before" else ("identity", transform)
     virtual = Transform(after)
 
-    def fit(task: Task) -> nn.Module:
-        stats, old, generator = task.stats, task.old, task.generator
+    def fit(given: Material) -> nn.Module:
+        stats, old, generator = given.stats, given.old, given.generator
         present = stats.count > 0
-        prior = stats.count / stats.count.sum() if task.prior is None and proportional else task.prior
+        prior = stats.count / stats.count.sum() if given.prior is None and proportional else given.prior
         share = present if prior is None else prior * stats.classes
         numbers = torch.maximum((samples * share).round(), present.double())  # a rare class has one at least
         z, y = virtual_features(stats, numbers.long().tolist(), generator, old.weight.dtype)
@@ -198,7 +198,7 @@ def ccvr(
                 "re-training made the head worse on virtual features, %.0f %% right instead of %.0f %%: lower lr (it "
                 "suits features of a size about 1), or choose ffc", 100 * after, 100 * before,
             )  # fmt: skip
-        return behind(head, transform, task.width)
+        return behind(head, transform, given.width)
 
     return Calibrator("ccvr", ("class", "diagonal"), Transform(before).name, fit, Transform(transform).name)
 
@@ -401,14 +401,14 @@ def ffc(ridge: float = 0.0, transform: str = "identity", choose: bool = False) -
     if ridge and choose:
         raise UsageError(f"ridge is {ridge}, but it is to be chosen: leave one of the two out")
 
-    def fit(task: Task) -> nn.Module:
-        old, intercept = task.old, task.old.bias is not None
-        strong = strength(task.stats, intercept) if choose else ridge
-        stats = task.stats if task.prior is None else reweighted(task.stats, task.prior)
+    def fit(given: Material) -> nn.Module:
+        old, intercept = given.old, given.old.bias is not None
+        strong = strength(given.stats, intercept) if choose else ridge
+        stats = given.stats if given.prior is None else reweighted(given.stats, given.prior)
         gram, cross, mean, share = equations(stats, intercept)
         weight = solve(gram, cross, strong).T
         bias = (share - weight @ mean).to(old.weight) if intercept else None
-        return behind(linear_of(weight.to(old.weight), bias), transform, task.width)
+        return behind(linear_of(weight.to(old.weight), bias), transform, given.width)
 
     return Calibrator("ffc", ("pooled", "class"), Transform(transform).name, fit, Transform(transform).name)
 
