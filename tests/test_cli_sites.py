@@ -886,3 +886,48 @@ def test_a_part_beside_its_sum_is_warned_of(work):
     files = collected()
     unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors", "--sum", "sum.stats")
     assert "site_1.stats is a part of the sum sum.stats" in unskew("inspect", "sum.stats", "site_1.stats").out
+
+
+def test_candidates_know_nothing_of_a_site_that_was_taken_out_of_a_sum(work):
+    """FedCOF needs sites apart, which a sum does not give: with it the site that left would have stayed in its head."""
+    files = collected()
+    apart = ("--stats", *files, "--propose", "apart.safetensors")
+    assert unskew("calibrate", *MODEL, *apart).code == 0
+    assert "fedcof/weight" in load_file("apart.safetensors")
+    summed = ("--stats", *files[:2], "--sum", "two.stats", "--out", "two.safetensors")
+    assert unskew("calibrate", *MODEL, *summed).code == 0
+    left = ("--stats", "two.stats", files[2], "--without", files[0], "--propose", "left.safetensors")
+    answer = unskew("calibrate", *MODEL, *left)
+    assert answer.code == 0, answer.err
+    assert "ffc:choose=true/weight" in load_file("left.safetensors")
+    assert "fedcof/weight" not in load_file("left.safetensors")
+
+
+def test_a_program_with_the_preparation_ends_as_the_model_does(work):
+    (work / "net.py").write_text(NET.replace("nn.Linear(16, classes))", "nn.Linear(16, classes), nn.LogSoftmax(1))"))
+    files = collected()
+    answer = unskew("calibrate", *MODEL, "--stats", *files, "--export", "whole.pt2", "--export-preparation")
+    assert answer.code == 0, answer.err
+    assert "gives log_softmax of 4 classes, one tensor" in answer.out.replace("\n", " ")
+    assert "are no log-probabilities" in answer.err
+    x = torch.from_numpy(np.load("test.npz")["x"])
+    assert torch.export.load("whole.pt2").module()(x).exp().sum(1).tolist() == pytest.approx([1.0] * 400, abs=1e-5)
+
+
+def test_a_broken_checkpoint_is_named(work):
+    torch.save({"2.weight": torch.zeros(4, 16)}, "broken.pt")
+    content = bytearray((work / "broken.pt").read_bytes())
+    place = content.rindex(b"PK\x01\x02")
+    content[place : place + 4] = b"PK\x09\x09"
+    (work / "broken.pt").write_bytes(content)
+    answer = unskew("stats", *MODEL[:2], "--weights", "broken.pt", "--data", "site_0.npz", "--out", "x.stats")
+    assert answer.code == 1
+    assert "broken.pt: not a readable file of weights, or cut short" in answer.err
+
+
+def test_a_trial_refuses_labels_that_the_model_does_not_have(work):
+    held = dict(np.load("test.npz"))
+    np.savez("odd.npz", x=held["x"], y=held["y"] + 5)
+    answer = unskew("try", *MODEL, "--sites", "site_0.npz", "site_1.npz", "--test", "odd.npz")
+    assert answer.code == 1
+    assert "odd.npz: labels lie in 5..8, but the model has 4 classes" in answer.err

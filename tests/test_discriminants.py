@@ -199,3 +199,53 @@ def test_what_all_classes_share_costs_no_digits_in_float32(make):
     exact = make()(stats, nn.Linear(7, 4).double(), torch.Generator())
     rounded = make()(stats, nn.Linear(7, 4), torch.Generator())
     assert rounded(z.float()).argmax(1).tolist() == exact(z).argmax(1).tolist()
+
+
+def test_lda_keeps_what_does_not_vary_within_classes():
+    """The best feature of all: constant within each class. Beside scikit-learn."""
+    draw = np.random.default_rng(0)
+    y = np.arange(30) % 3
+    z = np.c_[y == 0, y == 1, draw.normal(size=30)].astype(float)
+    stats = FeatureStats.of(torch.from_numpy(z), torch.from_numpy(y), 3, "pooled")
+    head = lda(0.1)(stats, nn.Linear(3, 3).double(), torch.Generator())
+    theirs = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=0.1).fit(z, y).predict_proba(z)
+    assert head(torch.from_numpy(z)).detach().softmax(1).numpy() == pytest.approx(theirs, abs=1e-8)
+    for make in (lda, lambda: lda(choose=False)):
+        assert torch.isfinite(make()(stats, nn.Linear(3, 3).double(), torch.Generator()).weight).all()
+    chosen = lda()(stats, nn.Linear(3, 3).double(), torch.Generator())
+    assert (chosen(torch.from_numpy(z)).argmax(1).numpy() == y).all()
+
+
+@pytest.mark.parametrize("far", [1e3, 1e9])
+def test_nearest_means_far_from_zero_keep_their_distances(far):
+    draw = torch.Generator().manual_seed(0)
+    y = torch.arange(60) % 3
+    z = torch.randn(60, 3, generator=draw, dtype=torch.float64) + 6 * torch.eye(3).double()[y] + far
+    head = ncm()(FeatureStats.of(z, y, 3, "none"), nn.Linear(3, 3).double(), torch.Generator())
+    nearest = torch.cdist(z - far, torch.stack([z[y == c].mean(0) - far for c in range(3)])).argmin(1)
+    assert head(z).argmax(1).tolist() == nearest.tolist()
+
+
+def test_gnb_refuses_squares_that_the_models_type_can_not_hold():
+    z, y = data()
+    assert made(gnb(), parts(z + 100, y, form="diagonal"), nn.Linear(6, 4)).__class__ is nn.Sequential
+    with pytest.raises(UsageError, match="too far from zero for torch.float32"):
+        made(gnb(), parts(z + 1e5, y, form="diagonal"), nn.Linear(6, 4))
+    exact = made(gnb(), parts(z + 1e5, y, form="diagonal"))
+    with torch.no_grad():
+        found = exact(z + 1e5).softmax(1).numpy()
+    assert found == pytest.approx(GaussianNB().fit(z, y).predict_proba(z), abs=1e-3)
+
+
+@pytest.mark.parametrize("make", [lda, gnb])
+def test_a_class_that_is_not_expected_is_never_answered(make):
+    z, y = data()
+    head = made(make(), parts(z, y, form=make().form), prior=torch.tensor([0.0, 0.5, 0.25, 0.25]))
+    assert 0 not in head(z).argmax(1).tolist()
+
+
+@pytest.mark.parametrize("scale", [1e-13, 1e13])
+def test_fedcofs_rows_have_unit_length_whatever_the_scale(scale):
+    z, y = data()
+    head = made(fedcof(), parts(scale * z, y, form="none"))
+    assert head.weight.norm(dim=1).tolist() == pytest.approx([1.0] * 4)

@@ -404,3 +404,13 @@ def test_policies_of_the_head(spec, engine, federation):
                 assert last.clients[k].own[name].numpy() == pytest.approx(own[k][place], abs=1e-6)
         else:
             assert last.params[name].numpy() == pytest.approx(server[place], abs=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99, 0.999, 0.9999])
+def test_effective_steps_have_all_digits_in_float32(momentum):
+    for steps in (1, 2, 7, 300):
+        velocity = distance = 0.0
+        for _ in range(steps):
+            velocity = momentum * velocity + 1
+            distance += velocity
+        assert float(effective(torch.tensor(float(steps)), momentum)) == pytest.approx(distance, rel=1e-6)

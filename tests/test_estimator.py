@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
@@ -11,6 +12,7 @@ from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from unskew.estimator import CalibratedHead
+from unskew.statistics import FeatureStats
 
 
 @parametrize_with_checks([CalibratedHead()])
@@ -78,3 +80,24 @@ def test_statistics_name_their_classes_in_their_own_order():
         CalibratedHead("ffc:ridge=1").fit_statistics(wide.stats_)
     again = CalibratedHead("ffc:ridge=1").fit_statistics(wide.stats_, features=64)
     assert (again.predict(x) == wide.predict(x)).all()
+
+
+def test_classes_may_be_named_in_any_order():
+    draw = np.random.default_rng(0)
+    labels = np.arange(60) % 3
+    x = draw.normal(size=(60, 4))
+    x[:, :3] += 6 * np.eye(3)[labels]
+    numbers = torch.from_numpy(np.array([1, 0, 2])[labels])
+    stats = FeatureStats.of(torch.tensor(x), numbers, 3, "pooled")
+    head = CalibratedHead("ffc").fit_statistics(stats, classes=[1, 0, 2])
+    assert (head.predict(x) == labels).all()
+    head.partial_fit(x, labels)
+    assert (head.predict(x) == labels).all()
+    assert head.stats_.count.tolist() == [40, 40, 40]
+
+
+def test_statistics_of_another_width_replace_what_was_fitted():
+    x, y = np.random.default_rng(0).normal(size=(30, 5)), np.arange(30) % 3
+    head = CalibratedHead("ffc").fit(x, y)
+    head.fit_statistics(FeatureStats.of(torch.tensor(x[:, :3]), torch.from_numpy(y), 3, "pooled"))
+    assert head.predict(x[:, :3]).shape == (30,)

@@ -102,6 +102,18 @@ def test_a_class_that_nobody_has_is_never_predicted(make, bias):
     assert 2 not in new(everywhere).argmax(1).tolist()
 
 
+def test_the_only_class_that_there_is_is_the_answer():
+    z = torch.rand(9, 6, dtype=torch.float64, generator=generator(0))
+    new = fitted(ffc(), FeatureStats.of(z, torch.ones(9, dtype=torch.long), 4, "pooled"), head(bias=False))
+    assert (new(z).argmax(1) == 1).all()
+
+
+def test_a_class_that_nobody_has_is_given_no_probability():
+    z, y = features()
+    new = fitted(ffc(), FeatureStats.of(z[y != 2], y[y != 2], 4, "pooled"), head())
+    assert new(z).softmax(1)[:, 2].max() < 1e-30
+
+
 def test_ffc_keeps_the_type_of_the_old_head():
     z, y = features()
     old = head(dtype=torch.float32)

@@ -211,3 +211,12 @@ def test_recalibration_that_can_not_be_meant_is_refused(ragged):
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             list(train(model, ragged, method, rounds=2, batch=8, recalibrate=recalibrate))
+
+
+def test_a_proximal_term_that_leads_past_the_start_is_refused():
+    with pytest.raises(UsageError, match="lr \\* mu is 0.5 \\* 4"):
+        list(
+            train(
+                toy_model(), Federation(toy_data(), tuple(torch.arange(60).split(20))), fedprox(4.0), rounds=1, lr=0.5
+            )
+        )

@@ -422,3 +422,36 @@ def test_features_may_have_gradients():
         with_gradients = FeatureStats.of(z.clone().requires_grad_(), y, 4, form)
         assert not any(part.requires_grad for part in with_gradients.tensors)
         assert torch.equal(with_gradients.scatter, FeatureStats.of(z, y, 4, form).scatter)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_moments_take_labels_of_any_whole_type(kind):
+    z, y = features(40)
+    assert FeatureStats.of(z, y.to(kind), 4).mean.equal(FeatureStats.of(z, y, 4).mean)
+    with pytest.raises(DataError, match="whole numbers"):
+        FeatureStats.of(z, y > 1, 4)
+
+
+@pytest.mark.parametrize("form", ["class", "diagonal", "pooled"])
+def test_all_sites_may_leave_one_after_the_other(form, tmp_path):
+    z, y = features(60, 4, 3, mean=1000.0)
+    parts = [FeatureStats.of(z[k::5], y[k::5], 3, form) for k in range(5)]
+    left = added(parts)
+    for part in parts:
+        left = left - part
+    assert not left.count.any()
+    assert not left.mean.any()
+    if form != "pooled":
+        assert not left.scatter.any()
+        left.save(tmp_path / "x.stats")
+
+
+def test_a_site_of_other_sizes_is_not_taken_out_of_a_sum():
+    """A site that forgot to scale its data: what is left of the others in the sum is rounding."""
+    z, y = features(60, 4, 3, mean=0.0)
+    for form in ("class", "diagonal", "pooled"):
+        good, bad = FeatureStats.of(z, y, 3, form), FeatureStats.of(1e8 * z.flip(0), y, 3, form)
+        with pytest.raises(DataError, match="rounding of what was taken out"):
+            _ = (good + bad) - bad
+        milder = FeatureStats.of(255 * z.flip(0), y, 3, form)
+        torch.testing.assert_close(((good + milder) - milder).squares, good.squares, rtol=1e-9, atol=1e-9)

@@ -107,6 +107,10 @@ def test_a_held_out_part_is_written_and_read_back(path):
     forged(path, **{"held_out.count": torch.tensor([300.0, 0, 0, 0]).double(), "held_out": 300})
     with pytest.raises(DataError, match="site_a"):
         FeatureStats.load(path)
+    whole = FeatureStats.of(z, y, 4, "none")
+    replace(whole, held_out=FeatureStats.of(torch.cat([z, z]), torch.cat([y, y]), 4, "pooled")).save(path)
+    with pytest.raises(DataError, match="more examples are held out than there are"):
+        FeatureStats.load(path)
 
 
 def test_files_are_added_into_one_sum_in_any_form_that_all_can_give(tmp_path):

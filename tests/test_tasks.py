@@ -313,3 +313,27 @@ def test_a_program_is_code_too(tmp_path):
     assert (task.model, task.code) == ("model.pt2", ["model.pt2"])
     with pytest.raises(UsageError, match="brings code that would run here: model.pt2"):
         placed(task, tmp_path / "task.toml")
+
+
+def test_all_code_that_would_run_is_named(tmp_path):
+    (tmp_path / "prep.py").write_text("def transform(image):\n    return image\n")
+    prepared = Preparation.of_function(str(tmp_path / "prep.py:transform"))
+    task = task_of(tmp_path, "json.decoder:JSONDecoder", preparation=prepared)
+    assert task.code == ["prep.py", "json.decoder:JSONDecoder"]
+
+
+@pytest.mark.parametrize("model", ["transformers:/somewhere/else", "transformers:../../else"])
+def test_a_folder_that_is_not_the_tasks_is_refused(model):
+    with pytest.raises(UsageError, match="SHA-256"):
+        Task(model)
+
+
+def test_a_file_that_is_missing_can_be_named(work):
+    done("task", *MODEL)
+    (work / "net.py").rename(work / "elsewhere.py")
+    refused("or say where it is, by --model", "stats", *SHARED, "--data", "a", "--out", "a.stats")
+
+
+def test_what_code_imports_is_named_where_it_is_missing(work):
+    (work / "net.py").write_text("from .blocks import Block\n" + (work / "net.py").read_text())
+    refused("it imports blocks, which is not here", "stats", *MODEL, "--data", "a", "--out", "a.stats")

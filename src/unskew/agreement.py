@@ -115,19 +115,12 @@ def _refuse(difference: str, remedy: str) -> None:
         raise UsageError(f"inputs are prepared differently: {difference}. {remedy}")
 
 
-def canonical(preparation: Preparation) -> Preparation:
-    """The same preparation, without a mean of 0 and a deviation of 1, which do nothing."""
-    if any(preparation.mean or ()) or any(value != 1 for value in preparation.std or ()):
-        return preparation
-    return replace(preparation, mean=None, std=None)
-
-
 def _as_statistics_have(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as they would stand in a preparation: numbers in the digits of float32, and none that do nothing."""
     mean, std = options.get("mean"), options.get("std")
     if mean is None and std is None:
         return dict(options)
-    made = canonical(Preparation(mean=mean or (0.5,) * len(std or ()), std=std or (2.0,) * len(mean or ())))
+    made = Preparation(mean=mean or (0.5,) * len(std or ()), std=std or (2.0,) * len(mean or ())).canonical()
     return {**options, **{name: getattr(made, name) for name in ("mean", "std") if options.get(name) is not None}}
 
 

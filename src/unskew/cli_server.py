@@ -86,7 +86,7 @@ def calibrate(
     import torch
 
     from unskew.heads import with_classifier
-    from unskew.heads_file import program_of, write_heads, write_model
+    from unskew.heads_file import OLD, program_of, write_heads, write_model
     from unskew.models import linear
     from unskew.programs import exported
     from unskew.selection import calibrator_of, candidates
@@ -101,7 +101,8 @@ def calibrate(
     found = {known[path].form for path in (*kept, *removed)}
     common = [form for form in FORMS if all(form in REDUCES[other] for other in found)]
     wanted = calibrator_of(calibrator, common[0], known[kept[0]].transform, bias)
-    if wanted.apart and (removed or any(head.parts for head in known.values())):
+    apart = not removed and not any(head.parts for head in known.values())  # whether sites are known apart
+    if wanted.apart and not apart:
         raise UsageError(f"{wanted.name} needs each site's own file: sums and what is taken out of them won't do")
     if len(found) > 1:
         note(f"the files are of different forms: only what all have is used, form {common[0]}")
@@ -121,7 +122,7 @@ def calibrate(
     absent = (summed.count == 0).nonzero().flatten().tolist()
     if absent:
         note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
-    sites = [load(path, "none").to(given["device"]) for path in kept] if wanted.apart or propose else []
+    sites = [load(path, "none").to(given["device"]) for path in kept] if apart and (wanted.apart or propose) else []
     summed = summed.to(given["device"])
 
     def made(spec: str) -> nn.Module:
@@ -134,9 +135,9 @@ def calibrate(
         rest = summed.kept
         if rest is not None:  # so that what the sites have held out is new to the heads that they score there
             note(f"heads are made without what the sites hold out: of the rest the form {rest.form} is known")
-            summed, sites = replace(rest, origin=summed.origin), []
+            summed, sites = replace(rest, parts=parts), []
         names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
-        write_heads(propose, model, {name: made(name) for name in names}, replace(summed, parts=parts), fresh)
+        write_heads(propose, model, {name: made(name) for name in names}, summed, fresh)
         show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
         answer = f"--heads {propose} --out ITS_NAME.answer"
         show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
@@ -151,6 +152,8 @@ def calibrate(
     if export and program:
         exported(program.module, program.example, export)
         show(f"{export}: a torch.export program with the head of {name}, from {source}; {program.takes}")
+    if name != OLD and not calibrator_of(name, summed.form, summed.transform, bias).likely:
+        note(f"the logits of {name} rank the classes, but are no log-probabilities: for confidences choose lda or ccvr")
     if not heads:
         doubt = "this head" if fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")

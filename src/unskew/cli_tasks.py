@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unskew.cli_options import (
+    FORMS,
     PATH,
     SHARE,
     Asked,
@@ -84,7 +85,7 @@ def write_task(out: Path, force: bool, **given: Any) -> None:
     if away:
         note(f"put a copy of {', '.join(away)} beside {out}: that is where sites look for it")
     if task.code:
-        note(f"{', '.join(task.code)} is code, which sites run only with --trust")
+        note(f"{', '.join(task.code)} is code, which sites run only with --trust; what it imports must be there too")
     if task.code == [task.model] and not task.files.get(task.model):
         note(f"{task.model} does not come along: each site must be able to import it")
     show(f"Send {', '.join([out.name, *task.files])} to each site, which runs:")
@@ -128,7 +129,7 @@ def _stats_command(task: Path, held: Task) -> str:
 @click.option("--sites", multiple=True, required=True, help="the data of each site")
 @click.option("--test", help="data to score on, beside what each site holds out")
 @options("reading", "walking", "device")
-@click.option("--form", type=click.Choice(("class", "pooled", "diagonal", "none")), show_default="class",
+@click.option("--form", type=click.Choice(FORMS), show_default="class",
               help="of the second moments: which calibrators can be tried")  # fmt: skip
 @click.option("--transform", show_default="identity", help="of features, such as unit+fourier:1000:7")
 @click.option(

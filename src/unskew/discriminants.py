@@ -17,6 +17,8 @@ from unskew.ridge import solve, strength
 from unskew.statistics import FORMS, STILL
 from unskew.transforms import Transform
 
+ROUNDED = 0.1  # of a logit: what rounding may cost at most
+
 
 def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True) -> Calibrator:
     r"""Linear discriminant analysis: the Bayes classifier of Gaussians with means mu_c and one covariance S.
@@ -27,8 +29,8 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
     (`ridge.strength`): discriminant analysis with it and ridge regression span the same directions, so the same r
     serves both. Without any, features that hardly vary can spoil the head.
 
-    Equal to scikit-learn's LinearDiscriminantAnalysis(solver="lsqr", shrinkage=s). Refused where the model's classifier
-    has no bias, which it needs.
+    With `choose=False`, or a shrinkage above 0, equal to scikit-learn's LinearDiscriminantAnalysis(solver="lsqr",
+    shrinkage=s). Refused where the model's classifier has no bias, which it needs.
     """
     if not 0 <= shrinkage <= 1:
         raise UsageError(f"shrinkage is {shrinkage}: it must be between 0 and 1")
@@ -37,15 +39,18 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
         stats, n = given.stats, given.stats.count.sum()
         within = stats.within.div_(n)
         centre = stats.count @ stats.mean / n  # what all means share is large and decides nothing
-        still = within.diagonal() <= (STILL * centre) ** 2
+        still = within.diagonal() <= (STILL * centre) ** 2  # within classes: it may tell them apart all the better
         within.masked_fill_(still | still[:, None], 0.0)
         ridge = strength(stats, True) / n if choose and not shrinkage else shrinkage * within.diagonal().mean()
         within.mul_(1 - shrinkage)
-        weight = solve(within, (stats.mean - centre).masked_fill_(still, 0.0).T, ridge).T  # (C, d)
+        apart = (stats.mean - centre).masked_fill_((stats.count == 0)[:, None], 0.0)
+        apart.masked_fill_(still & (apart.abs().amax(0) <= STILL * centre.abs()), 0.0)
+        weight = solve(within, apart.T, ridge).T  # (C, d)
         bias = _log_prior(given) - (weight * (stats.mean + centre)).sum(1) / 2
         return _head(weight, bias, transform, given)
 
-    return Calibrator("lda", ("pooled", "class"), Transform(transform).name, fit, Transform(transform).name)
+    name = Transform(transform).name
+    return Calibrator("lda", ("pooled", "class"), name, fit, name, likely=True, remedy="give it a larger shrinkage")
 
 
 def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
@@ -53,7 +58,8 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
 
     log p(z | c) = -1/2 sum_j ((z_j - mu_cj)^2 / v_cj + log v_cj) + ... is linear in (z, z^2): the head is a linear
     layer behind the transform "squares". `smoothing` times the largest variance of any feature over all examples is
-    added to all v_cj. Equal to scikit-learn's GaussianNB(var_smoothing=smoothing). Needs a bias, as `lda`.
+    added to all v_cj. Equal to scikit-learn's GaussianNB(var_smoothing=smoothing). Needs a bias, as `lda`. Features so
+    far from zero that their squares lose what tells classes apart are refused.
     """
     if not smoothing >= 0:
         raise UsageError(f"smoothing is {smoothing}: it must be 0 or more")
@@ -64,10 +70,17 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
         n, mean, share = stats.count.clamp(min=1)[:, None], stats.mean, (stats.count / stats.count.sum())[:, None]
         overall = (share * (stats.scatter / n + (mean - (share * mean).sum(0)) ** 2)).sum(0)
         variance = (stats.scatter / n).clamp(min=0) + max(smoothing * float(overall.max()), 1e-300)
+        rounding = torch.finfo(given.old.weight.dtype).eps * float((mean**2 / variance).sum(1).max())
+        if rounding > ROUNDED:
+            raise UsageError(
+                f"gnb squares features, and these lie too far from zero for {given.old.weight.dtype} to hold "
+                "their squares: choose lda or ffc, or use a model in float64"
+            )
         bias = _log_prior(given) - 0.5 * (mean**2 / variance + variance.log()).sum(1)
         return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, given)
 
-    return Calibrator("gnb", ("diagonal", "class"), Transform(transform).name, fit, front)
+    name = Transform(transform).name
+    return Calibrator("gnb", ("diagonal", "class"), name, fit, front, likely=True, remedy="give it a larger smoothing")
 
 
 def ncm(transform: str = "identity") -> Calibrator:
@@ -77,8 +90,10 @@ def ncm(transform: str = "identity") -> Calibrator:
     """
 
     def fit(given: Material) -> nn.Module:
-        mean = given.stats.mean
-        return _head(mean, -(mean**2).sum(1) / 2, transform, given)
+        stats = given.stats
+        centre = stats.count @ stats.mean / stats.count.sum()  # what all means share is large and decides nothing
+        weight = stats.mean - centre
+        return _head(weight, -(weight * (stats.mean + centre)).sum(1) / 2, transform, given)
 
     name = Transform(transform).name
     return Calibrator("ncm", ("none", *FORMS[:-1]), name, fit, name, weighs=False)
@@ -112,7 +127,8 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
         gram.diagonal().add_(gamma * within.sum())
         total = stats.cross.sum(1)
         gram.addr_(total, total / stats.count.sum())
-        weight = nn.functional.normalize(solve(gram, stats.cross, 0.0).T)
+        weight = solve(gram, stats.cross, 0.0).T
+        weight = weight / weight.norm(dim=1, keepdim=True).clamp(min=1e-300)
         new = weight.to(given.old.weight)
         bias = None if given.old.bias is None else new.new_zeros(len(new))
         return behind(linear_of(new, bias), transform, given.width)
@@ -131,7 +147,7 @@ def _head(weight: Tensor, bias: Tensor, transform: str, given: Material) -> nn.M
     """
     if given.old.bias is None:
         raise UsageError("the model's classifier has no bias, which this calibrator needs: choose ffc or ccvr")
-    known = given.stats.count > 0
+    known = torch.isfinite(_log_prior(given))  # who has examples, and is expected
     share = known.double() / known.sum()
     bias = bias.double().masked_fill(~known, 0.0)  # which `silence` takes care of
     weight, bias = weight - share @ weight, (bias - share @ bias).to(given.old.weight)

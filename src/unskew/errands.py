@@ -59,9 +59,6 @@ def scores_of(
     run = Runner(site.model.features)
     with evaluating(site.model), torch.no_grad():
         for x, y, held in holding_out(batches_of(site, device, progress), hold_out):
-            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
-                span = f"{int(y.min())}..{int(y.max())}"
-                raise DataError(f"{site.name}: labels lie in {span}, but the model has {classes} classes")
             z = run(x, len(y))
             rows = (held if hold_out else torch.ones_like(held)).to(z.device)
             for name, head in heads.items():
@@ -72,8 +69,12 @@ def scores_of(
 
 
 def batches_of(site: Site, device: str = "cpu", progress: Progress | None = None) -> Iterator[tuple[Any, Tensor]]:
-    """The batches of a site, on a device."""
+    """The batches of a site, on a device; labels that the model does not have are refused."""
+    classes = site.model.classes
     for x, y in site.data.batches():
+        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+            span = f"{int(y.min())}..{int(y.max())}"
+            raise DataError(f"{site.name}: labels lie in {span}, but the model has {classes} classes")
         yield each(lambda value: value.to(device), x), y.to(device)
         if progress is not None:
             progress(len(y))
@@ -114,13 +115,13 @@ def form_within(
 def bytes_in(text: str) -> int:
     """A number of bytes, as people write it.
 
-    >>> bytes_in("10MB"), bytes_in("500 kB")
-    (10000000, 500000)
+    >>> bytes_in("10MB"), bytes_in("500 kB"), bytes_in("1MiB")
+    (10000000, 500000, 1048576)
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*(|k|M|G)i?B?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(r"\s*([\d.]+)\s*(|k|M|G)(i?)B?\s*", text, re.IGNORECASE)
     try:
         if found is None:
             raise ValueError
-        return int(float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[found[2].lower()])
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmg".index(found[2].lower() or " "))
     except ValueError:
         raise UsageError(f"budget is {text!r}: give a size such as 500kB or 10MB") from None

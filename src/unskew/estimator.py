@@ -75,7 +75,9 @@ class CalibratedHead(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if named.shape != (stats.classes,) or len(np.unique(named)) < len(named):
             raise ValueError(f"classes are {named}: name each of the {stats.classes} classes once, in their order")
         self.classes_, self.stats_ = named, stats
-        known = features or getattr(self, "n_features_in_", None)
+        before = getattr(self, "n_features_in_", None)
+        fits = before is not None and Transform(stats.transform).width(before) == stats.dimension
+        known = features or (before if fits else None)
         if known is None and Transform(stats.transform).width(stats.dimension + 1) != stats.dimension + 1:
             raise ValueError(f"the transform {stats.transform} changes the number of features: give it by features=")
         self.n_features_in_: int = known or stats.dimension
@@ -89,7 +91,8 @@ class CalibratedHead(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
             raise ValueError(f"y holds {unknown}, which are not among the classes {self.classes_}")
-        labels = torch.from_numpy(np.searchsorted(self.classes_, y))
+        order = np.argsort(self.classes_)  # they may have been named in another order
+        labels = torch.from_numpy(order[np.searchsorted(self.classes_, y, sorter=order)])
         name = Transform(self.front).name
         form = self.form or calibrator_of(self.calibrator, "pooled").form
         new = FeatureStats.of(torch.tensor(X), labels, len(self.classes_), form, name)

@@ -132,7 +132,7 @@ def imported(library: str) -> Any:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package:
             raise UsageError(f"{package} can't be imported ({error}): pip install {package}") from None
-        broken = _broken_torchvision()
+        broken = broken_torchvision()
         if broken and package in ("torchvision", "timm"):
             needs = "" if package == "torchvision" else f"{package} needs torchvision, and "
             raise UsageError(
@@ -143,7 +143,7 @@ def imported(library: str) -> Any:
         raise UsageError(f"{package} can't be imported ({one_line(error)}): install it anew") from None
 
 
-def _broken_torchvision() -> str:
+def broken_torchvision() -> str:
     """Why a torchvision that is installed does not import; nothing if it does, or is not there."""
     if sys.modules.get("torchvision", "") is None or importlib.util.find_spec("torchvision") is None:
         return ""
@@ -157,7 +157,7 @@ def _broken_torchvision() -> str:
 @contextlib.contextmanager
 def without_broken_torchvision() -> Iterator[None]:
     """For transformers, which does without torchvision, but not with one that fails: let it seem not to be there."""
-    if not _broken_torchvision():
+    if not broken_torchvision():
         yield
         return
     sys.modules["torchvision"] = None  # type: ignore[assignment]
@@ -167,7 +167,7 @@ def without_broken_torchvision() -> Iterator[None]:
         del sys.modules["torchvision"]
 
 
-def check_known(library: str, name: str, names: Iterable[str]) -> None:
+def check_name(library: str, name: str, names: Iterable[str]) -> None:
     """Refuse a name that a library does not have, with near ones; unlike `lookup` not with all: there are hundreds."""
     names = sorted(names)
     if name not in names:
@@ -180,7 +180,7 @@ def check_known(library: str, name: str, names: Iterable[str]) -> None:
 def _torchvision(name: str, classes: int | None) -> nn.Module:
     """A classification network of torchvision."""
     models = imported("torchvision.models")
-    check_known("torchvision", name, models.list_models(module=models))
+    check_name("torchvision", name, models.list_models(module=models))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of initial weights to come
         return models.get_model(name, weights=None, **({} if classes is None else {"num_classes": classes}))
@@ -189,7 +189,7 @@ def _torchvision(name: str, classes: int | None) -> nn.Module:
 def _timm(name: str, classes: int | None) -> nn.Module:
     """A network of timm; a tag behind a point, which names trained weights, is allowed and says nothing here."""
     timm = imported("timm")
-    check_known("timm", name.partition(".")[0], timm.list_models())
+    check_name("timm", name.partition(".")[0], timm.list_models())
     return timm.create_model(name, pretrained=False, **({} if classes is None else {"num_classes": classes}))
 
 
@@ -207,7 +207,7 @@ def _transformers(name: str, classes: int | None) -> nn.Module:
                 f"model is 'transformers:{name}': there is no {name}/config.json, and nothing is downloaded"
             )
         else:
-            check_known("transformers", name, library.CONFIG_MAPPING)
+            check_name("transformers", name, library.CONFIG_MAPPING)
             config = library.CONFIG_MAPPING[name](**options)
         if type(config) in library.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             maker = library.AutoModelForSequenceClassification

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import DataError, UnskewError, UsageError
-from unskew.foreign import check_known, imported, without_broken_torchvision
+from unskew.errors import DataError, UnskewError, UsageError, one_line
+from unskew.foreign import broken_torchvision, check_name, imported, without_broken_torchvision
 from unskew.preparation import INTERPOLATIONS, Preparation
 
 Config = Mapping[str, Any]
@@ -46,7 +46,7 @@ def _refused(what: str) -> UsageError:
 
 def _timm(name: str) -> Preparation:
     timm = imported("timm")
-    check_known("timm", name.partition(".")[0], timm.list_models())
+    check_name("timm", name.partition(".")[0], timm.list_models())
     try:
         found = timm.get_pretrained_cfg(name)
     except Exception as error:  # an unknown tag
@@ -68,7 +68,7 @@ def _timm(name: str) -> Preparation:
 
 def _torchvision(name: str) -> Preparation:
     models = imported("torchvision.models")
-    check_known("torchvision", name, models.list_models(module=models))
+    check_name("torchvision", name, models.list_models(module=models))
     found = models.get_model_weights(name).DEFAULT.transforms()
     if type(found).__name__ != "ImageClassification" or len(found.resize_size) != 1 or len(found.crop_size) != 1:
         raise _refused(f"{type(found).__name__}, which is not for the classification of images")
@@ -93,16 +93,21 @@ def _made(**options: Any) -> Preparation:
 
 
 def _transformers(name: str) -> Preparation:
-    file, library = Path(name).expanduser() / "preprocessor_config.json", imported("transformers")
+    file = Path(name).expanduser() / "preprocessor_config.json"
     if not file.is_file():
         raise UsageError(f"there is no {file}, and nothing is downloaded: {REMEDY}")
     try:
-        with without_broken_torchvision():
+        with without_broken_torchvision():  # from the import on, when transformers looks for it
+            library = imported("transformers")
             local = {"local_files_only": True, "trust_remote_code": False}
             found = library.AutoImageProcessor.from_pretrained(file.parent, **local)
         config = found.to_dict()
+    except UnskewError:
+        raise
     except Exception as error:
-        raise DataError(f"{file} can't be read by transformers ({str(error).strip()[:150]})") from error
+        broken = broken_torchvision()
+        why = f", since torchvision can't be imported ({broken}): remove it, or {REMEDY}" if broken else ""
+        raise DataError(f"{file} can't be read by transformers ({one_line(error)}){why}") from error
     kind = type(found).__name__.removesuffix("Pil").removesuffix("Fast").removesuffix("ImageProcessor")
     if kind not in _SCALES:
         raise _refused(f"{type(found).__name__} (known are those of {', '.join(_SCALES)})")

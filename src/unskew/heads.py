@@ -62,6 +62,8 @@ class Calibrator:
     front: str = "identity"  # the transform that stands before the new linear layer
     apart: bool = False  # whether it needs each client's statistics, not only their sum
     weighs: bool = True  # whether it can be told of another mix of classes
+    likely: bool = False  # whether its logits are log-probabilities, but for a constant
+    remedy: str = "use a model in float32 or float64"  # where its numbers are too large for the model's type
 
     @property
     def form(self) -> str:
@@ -115,10 +117,9 @@ class Calibrator:
             # the old one works on other features than the new one will: nothing of it can stay
             old = linear_of(old.weight.new_zeros(old.out_features, width), None if old.bias is None else old.bias * 0)
         made = self.fit(Material(stats, old, generator, prior, features, sites))
-        silence(linear(made), stats.count == 0)
+        silence(linear(made), (stats.count == 0) if prior is None else (prior == 0))
         if not all(torch.isfinite(value).all() for value in made.parameters()):
-            remedy = "lower its learning rate" if self.name == "ccvr" else "give it a ridge, or a model in float32"
-            raise UsageError(f"{self.name} left the numbers that {old.weight.dtype} can hold: {remedy}")
+            raise UsageError(f"{self.name} left the numbers that {old.weight.dtype} can hold: {self.remedy}")
         return made
 
 
@@ -200,7 +201,10 @@ def ccvr(
             )  # fmt: skip
         return behind(head, transform, given.width)
 
-    return Calibrator("ccvr", ("class", "diagonal"), Transform(before).name, fit, Transform(transform).name)
+    name, front = Transform(before).name, Transform(transform).name
+    return Calibrator(
+        "ccvr", ("class", "diagonal"), name, fit, front, likely=True, remedy="lower its learning rate, lr"
+    )
 
 
 def _right(head: nn.Linear, z: Tensor, y: Tensor) -> float:
@@ -410,7 +414,8 @@ def ffc(ridge: float = 0.0, transform: str = "identity", choose: bool = False) -
         bias = (share - weight @ mean).to(old.weight) if intercept else None
         return behind(linear_of(weight.to(old.weight), bias), transform, given.width)
 
-    return Calibrator("ffc", ("pooled", "class"), Transform(transform).name, fit, Transform(transform).name)
+    name = Transform(transform).name
+    return Calibrator("ffc", ("pooled", "class"), name, fit, name, remedy="give it a ridge, or choose=true")
 
 
 def reweighted(stats: FeatureStats, prior: Tensor) -> FeatureStats:
@@ -466,12 +471,13 @@ def silence(head: nn.Linear, absent: Tensor) -> None:
     """Let a head never predict the classes that nobody has, in place.
 
     Their logit becomes the mean of all others, which the largest is never below, and where there is a bias it lies far
-    below that too.
+    below that too. Without one there is a tie where all features are zero.
     """
     if not absent.any() or absent.all():
         return
     with torch.no_grad():
-        head.weight[absent] = head.weight[~absent].mean(0)
+        alone = 0.5 if head.bias is None and int((~absent).sum()) == 1 else 1.0  # a tie with the only one is lost
+        head.weight[absent] = alone * head.weight[~absent].mean(0)
         if head.bias is not None:
             head.bias[absent] = head.bias[~absent].mean() - NEVER
 

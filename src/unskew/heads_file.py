@@ -22,6 +22,7 @@ from unskew.collecting import weights_digest
 from unskew.cutting import rejoined, split
 from unskew.endings import is_linear
 from unskew.errors import DataError, UsageError
+from unskew.features import ended
 from unskew.foreign import brings_weights, libraries, load_module
 from unskew.heads import behind, plain
 from unskew.inputs import parsed, stand_in
@@ -36,6 +37,7 @@ from unskew.weights import is_safetensors, put_weights, read_weights, renamed, s
 
 OLD = "old"  # the name of the head that the model has
 MOST_HEADS = 16
+MOST = 2**53  # examples that a site can have counted: float64 holds them exactly
 PROPOSE = "`unskew calibrate --propose` writes them"
 
 
@@ -77,7 +79,7 @@ def opened(
         inside = len(tree["classifier.weight"])
     module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
     tree = renamed(module, tree, weights) if weights else {}
-    layer = starts[0].removesuffix(".") if layer is None and about else layer
+    layer = about["layer"] if layer is None and about and (len(starts) == 1 or example is None) else layer
     held: Tree = {}
     if transform != "identity":  # its classifier does not fit the features as they are
         held = {name: tree.pop(start + name) for name in ("weight", "bias") if start + name in tree}
@@ -126,11 +128,6 @@ def known_of_model(path: Path, classes: int | None = None) -> Known:
         return Known(str(path))
     same = classes in (None, about["classes"])  # a new head has other classes
     return about["known"] if same else about["known"]._replace(labels=None)
-
-
-def is_calibrated(path: Path) -> bool:
-    """Whether a file of weights is what `write_model` wrote."""
-    return bool(_about(path))
 
 
 def _told(origin: Origin) -> dict[str, Any]:
@@ -209,7 +206,7 @@ def program_of(model: Split, origin: Origin, prepared: bool = False) -> Program:
         )
     if not prepared:
         said = "" if origin.preparation is None else f", prepared as in the statistics ({origin.preparation})"
-        return Program(model, stand_in(origin.inputs), f"it takes {origin.inputs}{said}")
+        return Program(model, stand_in(origin.inputs), f"it takes {origin.inputs}{said}, and gives {_given_by(model)}")
     parts = parsed(origin.inputs)
     if origin.preparation is None or len(parts) != 1 or parts[0].name:
         raise UsageError(
@@ -218,12 +215,20 @@ def program_of(model: Split, origin: Origin, prepared: bool = False) -> Program:
         )
     preparation = Preparation.parse(origin.preparation)
     pixels = preparation.numbers == PIXELS
-    module = nn.Sequential(as_module(preparation), InType(parts[0].dtype), model)
+    module = nn.Sequential(as_module(preparation), InType(parts[0].dtype), ended(model))
     example = stand_in(origin.inputs).to(torch.uint8 if pixels else torch.float32)
     sizes = ",".join(map(str, parts[0].sizes))
     scaled = any((preparation.image_size, preparation.resize, preparation.crop))
     cut = ", scaled and cut out already" if scaled else ""
-    return Program(module, example, f"it takes {'uint8' if pixels else 'float32'}[{sizes}]{cut}")
+    return Program(
+        module, example, f"it takes {'uint8' if pixels else 'float32'}[{sizes}]{cut}, and gives {_given_by(model)}"
+    )
+
+
+def _given_by(model: Split) -> str:
+    """What a program gives, in words."""
+    end = getattr(model.features, "ending", None)
+    return f"{end.end if end is not None and end.end else 'logits'} of {model.classes} classes, one tensor"
 
 
 class InType(nn.Module):
@@ -320,7 +325,7 @@ def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str], classe
             mark, total = str(answer["id"]), answer["total"]
             counts = {**{f"right/{name}": answer["right"][name] for name in names}, "total": total}
             for name, value in counts.items():
-                if not all(type(n) is int and 0 <= n <= most for n, most in zip(value, total, strict=True)):
+                if not all(type(n) is int and 0 <= n <= min(most, MOST) for n, most in zip(value, total, strict=True)):
                     raise ValueError(f"{name} holds no counts")
             if len(total) != classes or type(answer["held_out"]) is not bool:
                 raise ValueError(f"it has {len(total)} classes, not {classes}, or does not say what was held out")

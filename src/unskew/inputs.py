@@ -49,7 +49,7 @@ def parts_of(x: Any) -> list[tuple[str, Any]]:
 
 
 def each(function: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """The inputs of a model, with a function of every tensor among them that has a row for each example."""
+    """The inputs of a model, with a function of every tensor among them that has rows."""
     if isinstance(x, Mapping):
         return {name: each(function, value) for name, value in x.items()}
     if isinstance(x, tuple | list):

@@ -20,6 +20,7 @@ from unskew.errors import DataError
 from unskew.packing import diagonal, pack, upper
 
 LOST = 1e-13  # of what was there before: what taking out leaves below that is rounding
+FAINT = 1e-9  # of what was there before: what is left has few digits
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,17 @@ def join_scatter(into: Tensor, form: str, joint: Joint, scatter: Tensor, sign: i
     if before is None:
         return
     lost = squares_of(into, form, dimension) <= LOST * before
+    left = joint.count if label is None or form == "diagonal" else joint.count[label]
+    faint = (before > 0) & (squares_of(into, form, dimension) <= FAINT * before)
+    if form == "diagonal":
+        faint, before = faint[left > 1], before[left > 1]
+    if (left > 1).any() and 2 * int(faint.sum()) > int((before > 0).sum()):
+        raise DataError(
+            "what is left is no more than the rounding of what was taken out, whose features are so much larger: add "
+            "the other statistics instead"
+        )
+    if form != "pooled":  # of a class whose last example was taken out nothing is left, whatever rounding says
+        lost = lost | ((joint.count == 0)[:, None] if label is None else joint.count[label] == 0)
     if lost.any():
         if form == "diagonal":
             into.masked_fill_(lost, 0.0)

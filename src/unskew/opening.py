@@ -79,7 +79,7 @@ def open_site(
         raise DataError(f"{data}: there are no examples")
     x, y = first
     check_known(Known(data, None, found.preparation, described(x, len(y))), sources)
-    _, cut, fresh = opened(model, weights, classes=classes, layer=layer, trust=trust, example=each(lambda v: v[:2], x))
+    _, cut, fresh = opened(model, weights, classes=classes, layer=layer, trust=trust, example=first_of(x, len(y)))
     if found.classes is not None and found.classes != cut.classes:
         raise UsageError(
             f"{data if named is None else named.where} has {found.classes} classes, but the model has {cut.classes}: "
@@ -115,9 +115,16 @@ def _order(data: str, found: SiteData, named: Known | None, classes: int) -> str
         source = f"in the order of {named.where}"
     else:
         source = f"by the folders of {data}" if found.assumed else f"in the order of {data}"
+        if found.assumed and sorted(names) != names:
+            source += "; a model trained with torchvision's ImageFolder has them sorted as text: give --labels then"
     return f"{', '.join(shown)} ({len(names)}, {source})"
 
 
+def first_of(x: Any, examples: int) -> Any:
+    """Two of some examples, to see what a model does."""
+    return each(lambda value: value[:2] if len(value) == examples else value, x)
+
+
 def rows_of(x: Any, rows: Tensor) -> Any:
-    """Some examples among the inputs of a model."""
-    return each(lambda value: value[rows], x)
+    """Some examples among the inputs of a model; what is not by examples stays as it is."""
+    return each(lambda value: value[rows] if len(value) == len(rows) else value, x)

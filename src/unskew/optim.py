@@ -49,9 +49,9 @@ def effective(steps: Tensor, momentum: float, pull: Tensor | None = None) -> Ten
     be divided by.
     """
     rho = momentum
+    count = steps.double()  # differences of large numbers
     if pull is None:
-        return ((steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)).clamp(min=1)
-    count = steps.double()
+        return ((count - rho * (1 - rho**count) / (1 - rho)) / (1 - rho)).clamp(min=1).to(steps)
     p = pull.double().expand_as(count)
     zero, one = torch.zeros_like(p), torch.ones_like(p)
     moved = torch.stack([one, 1 - p, rho * one]), torch.stack([one, -p, rho * one])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -131,6 +131,12 @@ class Preparation:
             raise UsageError(f"function is {spec!r}: {file} can't be read ({error.strerror})") from None
         digest = hashlib.sha256(content).hexdigest()[:16]
         return cls(channels=channels, function=f"{path.name}:{attribute}", digest=digest, path=path)
+
+    def canonical(self) -> Preparation:
+        """The same preparation, without a mean of 0 and a deviation of 1, which do nothing."""
+        if any(self.mean or ()) or any(value != 1 for value in self.std or ()):
+            return self
+        return replace(self, mean=None, std=None)
 
     def __str__(self) -> str:
         """The line of text that `parse` reads back: what comes in, and then what is not as by default."""

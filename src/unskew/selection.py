@@ -1,7 +1,7 @@
 """Which calibrator: by name, by what statistics allow, by the answers of the sites; and what to expect of it.
 
 `calibrators` are all there are. `calibrator_of("auto", ...)` takes the one that did best by measurement with statistics
-of that form (results/calibrators.md). `separation` is the forecast of CCVR 5.4. `chosen` takes the best of several
+of that form (results/calibrators.md). `separation` is what CCVR 5.4 forecasts by. `chosen` takes the best of several
 heads by what the sites have counted on examples of their own, and keeps the old one unless another is better.
 """
 
@@ -59,7 +59,7 @@ def candidates(form: str, sites: int, bias: bool = True) -> list[str]:
     return sorted(able, key=lambda spec: spec != BEST[form])
 
 
-# ---------------------------------------------------------------------------------------------- the forecast
+# ---------------------------------------------------------------------------------------------- separation
 
 
 def separation(stats: FeatureStats, directions: int = 200, generator: torch.Generator | None = None) -> float | None:

@@ -334,6 +334,11 @@ def _check(training: Training) -> None:
     for name, rule in allowed.items():
         if getattr(training, name) is not None:
             check_number(name, getattr(training, name), rule)
+    pull = sum(value for name, value in training.algorithm.numbers.items() if name.startswith("proximal"))
+    if training.lr * pull > 1:
+        raise UsageError(
+            f"lr * mu is {training.lr:g} * {pull:g}: a proximal term above 1 / lr leads past the start; lower mu or lr"
+        )
     empty = [id for id, size in enumerate(training.federation.sizes) if not size]
     if empty:
         raise UsageError(f"clients {empty} hold no examples: leave them out, or cut with min_size of at least 1")

@@ -146,8 +146,9 @@ def site_data(
         raise UsageError(f"classes is {classes}, but there are {found}: {LABELS}")
     classes = classes if source.labels is None else len(source.labels)
     assumed = kind == "folder" and names is None
-    return SiteData(_prepared(spec, source, classes), source.labels, classes, source.examples,
-                    _canonical(source.preparation), assumed, source.left_out, source.damaged)  # fmt: skip
+    prepared = None if source.preparation is None else source.preparation.canonical()
+    return SiteData(_prepared(spec, source, classes), source.labels, classes, source.examples, prepared, assumed,
+                    source.left_out, source.damaged)  # fmt: skip
 
 
 def read_labels(path: str | Path) -> tuple[str, ...]:
@@ -207,13 +208,6 @@ def _of(spec: object, given: Preparation, numbers: str, width: int, channels: in
             other = f", or --channels {len(values)}" if channels and len(values) in (1, 3) else ""
             raise UsageError(f"{name} has {len(values)} values, but {spec} has {held}: give one for each{other}")
     return replace(given, numbers=numbers, channels=channels)
-
-
-def _canonical(preparation: Preparation | None) -> Preparation | None:
-    """The same preparation, without a mean of 0 and a deviation of 1, which do nothing."""
-    if preparation is None or any(preparation.mean or ()) or any(value != 1 for value in preparation.std or ()):
-        return preparation
-    return replace(preparation, mean=None, std=None)
 
 
 def _prepared(spec: str, source: _Source, classes: int | None) -> Walk:

@@ -173,8 +173,15 @@ def _run(path: Path) -> ModuleType:
     module = ModuleType(".".join((top, *words, path.stem.replace(".", "_"))))
     module.__file__, module.__package__ = str(path), ".".join((top, *words))
     sys.modules[module.__name__] = module
-    with _beside(folder, root):
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    try:
+        with _beside(folder, root):
+            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").removeprefix(f"{top}.")
+        raise ModuleNotFoundError(
+            f"it imports {missing}, which is not here: put it where {path.name} looks for it, or install it",
+            name=missing,
+        ) from None
     return module
 
 

@@ -3,7 +3,7 @@
 A client calls `collect` (`collecting.py`) and gets a `FeatureStats`: counts, means and scatters, in float64. Statistics
 are *added* (`a + b`, see `merging.py`), so the sum over clients does not depend on how the data were cut; covariances
 (CCVR Equations 2 to 4) and the normal equations (SphereFed Equations 9, 10) are derived from the sum. They are kept
-about the class means: features far from zero lose no digits.
+about the class means: features far from zero lose hardly a digit.
 
 The scatter comes in four forms, a ladder of bandwidth: "class" (a matrix per class), "pooled" (one matrix), "diagonal"
 (the variances per class), "none". Matrices are symmetric and stored as packed triangles. `statistics_file.py` keeps
@@ -128,7 +128,7 @@ class FeatureStats:
     def _include(self, z: Tensor, y: Tensor, held: Tensor | None = None) -> None:
         """Add the moments of some examples in place: a large total is not copied. `held` (n,) tells who is held out."""
         self._check(z, y)
-        z = z.detach()
+        z, y = z.detach(), y.long()
         if len(y) and not 0 <= int(y.min()) <= int(y.max()) < self.classes:
             raise DataError(
                 f"labels lie in {int(y.min())}..{int(y.max())}; of {self.classes} classes they must lie in "
@@ -194,7 +194,7 @@ class FeatureStats:
     def _check(self, z: Tensor, y: Tensor) -> None:
         """Refuse features and labels of other shapes than these statistics are of."""
         width = Transform(self.transform).width(z.shape[1]) if z.ndim == 2 else 0
-        if width != self.dimension or y.shape != z.shape[:1] or y.is_floating_point():
+        if width != self.dimension or y.shape != z.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
             raise DataError(
                 f"features must be (n, {self.dimension}) after the transform {self.transform!r} and labels (n,), whole "
                 f"numbers; they are {tuple(z.shape)} and {tuple(y.shape)}, {y.dtype}"

@@ -3,7 +3,7 @@ everything.
 
 The header (safetensors metadata, each value as JSON) holds every field of `FIELDS`. The payload is `count`, `mean` and
 `scatter`, and `cubes` in the forms that have them. Below float64 the means are float32, taken from the mean of all
-examples (`centre`, float64), so that features far from zero lose nothing; "int16" holds the scatter divided by the
+examples (`centre`, float64), so that what all features share costs nothing; "int16" holds the scatter divided by the
 deviations of its row and its column (`spread`), so that 1 is 32767. A held-out part stands beside it under names of its
 own. Nothing is unpickled.
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from unskew.agreement import canonical
 from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.preparation import Preparation
 from unskew.results import write_text
@@ -79,7 +78,7 @@ class Task:
     def code(self) -> list[str]:
         """What the task would run: files of code and programs, or a function of a package."""
         found = [name for name in self.files if name.endswith((".py", ".pt2"))]
-        return found or ([self.model] if is_code(self.model) else [])
+        return found + ([self.model] if is_code(self.model) and file_in(self.model) not in found else [])
 
     @property
     def roles(self) -> dict[str, str]:
@@ -87,7 +86,8 @@ class Task:
         function = (self.preparation.function or "").rpartition(":")[0]
         inside = next((name for name in self.files if PurePosixPath(name).name == function), function)
         named = {"model": file_in(self.model), "weights": self.weights, "preparation": inside or None}
-        if self.model.startswith("transformers:") and named["model"] not in self.files:
+        bare = self.model.startswith("transformers:") and self.model.partition(":")[2].isidentifier()
+        if bare and named["model"] not in self.files:
             del named["model"]  # a type of models, not a folder
         return {role: name for role, name in named.items() if name is not None}
 
@@ -141,7 +141,7 @@ def task_of(
             files |= {str(PurePosixPath(name).with_name(one.name)): sha256(one) for one in _all_of(path)}
     spec = with_file(model, named["model"]) if "model" in named else model
     return Task(
-        spec, named.get("weights"), preparation=replace(canonical(prepared), path=None), files=files, **settings
+        spec, named.get("weights"), preparation=replace(prepared.canonical(), path=None), files=files, **settings
     )
 
 
@@ -245,7 +245,7 @@ def _fields(held: dict[str, Any]) -> dict[str, Any]:
             raise DataError("labels must be a list of names")
         values["labels"] = tuple(values["labels"])
     if "preparation" in values:
-        values["preparation"] = canonical(Preparation.parse(values["preparation"]))
+        values["preparation"] = Preparation.parse(values["preparation"]).canonical()
     return values
 
 
@@ -295,6 +295,10 @@ def placed(
         own = next((role for role in roles if roles[role] == name), None)
         home = homes.get(PurePosixPath(name).parent, path.parent)
         place = found[own] if own else home / PurePosixPath(name).name
+        if not place.is_file():
+            flag = {"preparation": "prepare"}.get(own or "", own or "model")
+            raise DataError(f"{place}: there is no such file, which {path} names: put it there, or say where it is, by "
+                            f"--{flag}")  # fmt: skip
         if (held := sha256(place)) != told:
             raise DataError(
                 f"{place}: not the file that {path} means by {name}: its SHA-256 begins with {held[:16]}, not with "

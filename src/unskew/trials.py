@@ -137,6 +137,8 @@ def heads_of(
     bias = linear(model.classifier).bias is not None
     heads: dict[str, nn.Module] = {} if fresh else {OLD: model.classifier}
     forms, failed = dict[str, str](), dict[str, str]()
+    if len(parts) < 3:
+        failed["fedcof"] = f"it needs three sites or more, and there are {len(parts)}"
     for spec in _specs(total, len(parts), bias):
         maker = calibrator_of(spec, total.form, total.transform, bias)
         form = next(form for form in maker.forms if form in REDUCES[total.form])

@@ -57,8 +57,11 @@ def is_script(path: Path) -> bool:
     """Whether a file is a module that torch.jit.save wrote."""
     if not zipfile.is_zipfile(path):
         return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:  # damaged: whoever reads it says so
+        return False
 
 
 def read_weights(path: str | Path) -> Tree:
@@ -84,7 +87,7 @@ def read_weights(path: str | Path) -> Tree:
         raise DataError(
             f"{path}: holds more than tensors{more}, or no tensors; the rest is not unpickled, since that can run "
             f"code. {REMEDY}; of a checkpoint that you trust: torch.save(torch.load({path.name!r}, "
-            "weights_only=False)['state_dict'], 'weights.pt')"
+            "weights_only=False)['state_dict'], 'weights.pt'), or .state_dict() where it is a whole module"
         ) from None
     except Exception as error:
         raise DataError(
