@@ -107,7 +107,7 @@ def _transformers(name: str) -> Preparation:
     except Exception as error:
         broken = broken_torchvision()
         why = f", since torchvision can't be imported ({broken}): remove it, or {REMEDY}" if broken else ""
-        raise DataError(f"{file} can't be read by transformers ({one_line(error)}){why}") from error
+        raise DataError(f"{file} can't be read by transformers ({one_line(error):.200}){why}") from error
     kind = type(found).__name__.removesuffix("Pil").removesuffix("Fast").removesuffix("ImageProcessor")
     if kind not in _SCALES:
         raise _refused(f"{type(found).__name__} (known are those of {', '.join(_SCALES)})")
