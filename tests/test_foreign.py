@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
 from unskew.foreign import kinds, load_module
 from unskew.models import Split, linear_of, small_cnn
+from unskew.placeholders import in_place_of
 from unskew.programs import exported
 from unskew.results import load_tree, save_tree
 from unskew.transforms import Transform
@@ -130,28 +132,33 @@ def test_a_library_that_is_not_there(library: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("library", ["torchvision", "timm", "transformers"])
 def test_a_torchvision_that_does_not_import_is_named(library: str, tmp_path: Path) -> None:
-    """Whoever asked for it; transformers does without."""
+    """Whoever asked for it; transformers and timm do without."""
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(
         'raise RuntimeError("operator torchvision::nms does not exist")'
     )
-    (tmp_path / "timm.py").write_text("import torchvision\n")
-    if library == "transformers":
-        pytest.importorskip("transformers")
+    if library != "torchvision" and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: see `make test-models`")
     name = {"torchvision": "resnet18", "timm": "resnet18", "transformers": "mobilenet_v2"}[library]
     code = f"from unskew.foreign import load_module; print(type(load_module('{library}:{name}', 5)).__name__)"
     paths = os.pathsep.join([str(tmp_path), str(SOURCE)])
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
     )
-    if library == "transformers":
-        assert ran.stdout.strip() == "MobileNetV2ForImageClassification", ran.stderr
-    else:
-        needs = "timm needs torchvision, and " if library == "timm" else ""
-        told = (
-            rf"UsageError: .*{needs}torchvision can't be imported \(RuntimeError: operator torchvision::nms .*Install"
-        )
+    if library == "torchvision":
+        told = r"UsageError: .*torchvision can't be imported \(RuntimeError: operator torchvision::nms .*Install"
         assert re.search(told, ran.stderr), ran.stderr
+    else:
+        made = {"timm": "ResNet", "transformers": "MobileNetV2ForImageClassification"}
+        assert ran.stdout.strip() == made[library], ran.stderr
+
+
+def test_placeholders_stand_in_for_a_while() -> None:
+    with in_place_of("torchvision"):
+        from torchvision.transforms import InterpolationMode
+
+        assert {InterpolationMode.BICUBIC: 3}
+    assert not any(getattr(module, "__class__", None).__name__ == "_Module" for module in sys.modules.values())
 
 
 # -------- Programs --------

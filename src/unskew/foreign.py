@@ -24,6 +24,7 @@ from torch import nn
 
 from unskew.errors import COUNT, DataError, UsageError, check_number, one_line
 from unskew.models import check_made, networks
+from unskew.placeholders import in_place_of
 from unskew.specs import called, converted, defaults_of, is_own, own, parse
 from unskew.weights import few, is_script, quiet_transformers
 
@@ -133,10 +134,12 @@ def imported(library: str) -> Any:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package:
             raise UsageError(f"{package} can't be imported ({error}): pip install {package}") from None
         broken = broken_torchvision()
-        if broken and package in ("torchvision", "timm"):
-            needs = "" if package == "torchvision" else f"{package} needs torchvision, and "
+        if broken and package == "timm":  # which needs it for data alone
+            with in_place_of("torchvision"):
+                return importlib.import_module(library)
+        if broken and package == "torchvision":
             raise UsageError(
-                f"{needs}torchvision can't be imported ({broken}): it was built for another torch than "
+                f"torchvision can't be imported ({broken}): it was built for another torch than "
                 f"{torch.__version__}, which is here. Install the two from the same place, as PyTorch's pages say for "
                 "your machine: the torchvision that pip takes by default is built for CUDA, and wants a torch that is"
             ) from None
