@@ -525,3 +525,15 @@ def test_values_under_a_digest_that_fits_are_refused_by_name_or_give_finite_head
             assert "site_a.stats" in str(error)
         else:
             assert all(torch.isfinite(part).all() for part in stats.tensors)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_site_is_taken_out_of_files_that_are_read_in_a_cheaper_form(tmp_path, form):
+    z, y = features(90, 7, 4)
+    paths = [tmp_path / f"{number}.stats" for number in range(3)]
+    for number, path in enumerate(paths):
+        FeatureStats.of(z[number::3], y[number::3], 4).save(path)
+    statistics_file.total_of(paths).save(tmp_path / "sum.stats")
+    left = statistics_file.total_of([tmp_path / "sum.stats"], form, paths[:1])
+    for mine, theirs in zip(left.tensors, statistics_file.total_of(paths[1:], form).tensors, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

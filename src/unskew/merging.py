@@ -79,18 +79,19 @@ def join_scatter(into: Tensor, form: str, joint: Joint, scatter: Tensor, sign: i
     into.add_(scatter, alpha=sign).add_(outer(joint, form, label), alpha=sign)
     if before is None:
         return
-    lost = squares_of(into, form, dimension) <= LOST * before
-    left = joint.count if label is None or form == "diagonal" else joint.count[label]
-    faint = (before > 0) & (squares_of(into, form, dimension) <= FAINT * before)
-    if form == "diagonal":
-        faint, before = faint[left > 1], before[left > 1]
-    if (left > 1).any() and 2 * int(faint.sum()) > int((before > 0).sum()):
+    after = squares_of(into, form, dimension)
+    left = joint.count if label is None else joint.count[label]
+    by_class = form == "diagonal" and label is None  # a row for each class, else one of all or of this class
+    rows = left > 1 if by_class else slice(None)
+    faint, varied = (after <= FAINT * before)[rows] & (before > 0)[rows], (before > 0)[rows]
+    if (left > 1).any() and 2 * int(faint.sum()) > int(varied.sum()):
         raise DataError(
             "what is left is no more than the rounding of what was taken out, whose features are so much larger: add "
             "the other statistics instead"
         )
+    lost = after <= LOST * before
     if form != "pooled":  # of a class whose last example was taken out nothing is left, whatever rounding says
-        lost = lost | ((joint.count == 0)[:, None] if label is None else joint.count[label] == 0)
+        lost = lost | ((left == 0)[:, None] if by_class else left == 0)
     if lost.any():
         if form == "diagonal":
             into.masked_fill_(lost, 0.0)
