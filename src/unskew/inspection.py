@@ -12,6 +12,7 @@ from unskew.statistics import FeatureStats
 from unskew.statistics_file import Head, head_of, load
 
 LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two
+NAMED = 20  # classes in a warning
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
@@ -31,9 +32,8 @@ def inspected(files: Sequence[Path]) -> dict[str, Any]:
     classes = max(head.classes for head in heads)
     names = next((head.origin.labels for head in heads if head.origin.labels), None)
     label = [names[number] if names and number < len(names) else str(number) for number in range(classes)]
-    counts = [
-        [int(stats.count[number]) if number < stats.classes else 0 for stats in found] for number in range(classes)
-    ]
+    columns = [[*map(int, stats.count.tolist()), *[0] * (classes - stats.classes)] for stats in found]
+    counts = [list(row) for row in zip(*columns, strict=True)]
     return {
         "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
@@ -73,12 +73,15 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
                 f"{path} is of form {head.form}, {files[0]} of form {first.form}: only what both have is used"
             )
     met: dict[str, Path] = {}
+    named: dict[str, list[Path]] = {}
+    for path, head in zip(files, heads, strict=True):
+        named.setdefault(head.digest, []).append(path)
     for path, head in zip(files, heads, strict=True):
         if head.digest in met:
             warnings.append(f"{path} is the same as {met[head.digest]}")
         met.setdefault(head.digest, path)
         for part in head.parts:
-            held = [other for other, own in zip(files, heads, strict=True) if own.digest == part]
+            held = named.get(part, [])
             warnings += [f"{other} is a part of the sum {path}: leave one of them out" for other in held]
     return warnings
 
@@ -98,17 +101,22 @@ def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], c
         if len(files) > 1 and sum(map(bool, row)) == 1:
             alone.setdefault(files[max(range(len(row)), key=row.__getitem__)], []).append(name)
     for path, names in alone.items():
-        warnings.append(f"{path} alone has class {', '.join(names)}: what is said of it is said of that site")
+        warnings.append(f"{path} alone has class {_few(names)}: what is said of it is said of that site")
     absent = [name for name, row in zip(label, counts, strict=True) if not sum(row)]
     if absent:
-        warnings.append(f"no file has examples of class {', '.join(absent)}: a new classifier can't know it")
+        warnings.append(f"no file has examples of class {_few(absent)}: a new classifier can't know it")
     few = [name for name, row in zip(label, counts, strict=True) if 0 < sum(row) <= heads[0].dimension]
     if few and heads[0].form == "class":
         warnings.append(
-            f"class {', '.join(few[:10])}{', ...' if len(few) > 10 else ''}: no more examples than features, so the "
-            "covariance is singular; ffc and lda do not mind"
+            f"class {_few(few)}: no more examples than features, so the covariance is singular; ffc and lda do not mind"
         )
     return warnings
+
+
+def _few(names: Sequence[str]) -> str:
+    """Some names, and how many there are more."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _of_shape(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
