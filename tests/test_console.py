@@ -263,7 +263,7 @@ def nasty(tmp_path, monkeypatch):
         for kind, name in enumerate(NASTY):
             (tmp_path / site / name).mkdir(parents=True)
             for number in range(6):
-                pixels = np.random.default_rng([kind, number]).integers(0, 255, (6, 6), dtype=np.uint8)
+                pixels = np.random.default_rng([len(site), kind, number]).integers(0, 255, (6, 6), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / site / name / f"{number}\x1b.png")
         (tmp_path / site / NASTY[0] / "broken\x1b.png").write_text("no picture")
     return tmp_path
@@ -302,7 +302,7 @@ def test_no_command_lets_them_through(nasty):
         ("calibrate", *model, "--stats", *files, "--prior", "x\x1b", "--out", "x"),
         ("calibrate", *model, "--stats", *files, "--calibrator", "x\x1b", "--out", "x"),
         ("evaluate", *model, "--data", a),
-        ("task", "--model", "x\x1b"),
+        ("task", "--model", "x\x1b", "--image-size", 8, "--channels", 1),
         ("run", "--data", "x\x1b"), ("run", "x\x1b.toml"), ("list", "x\x1b"), ("table", "x\x1b"), ("x\x1b",),
         ("partition", "--data", a, "--image-size", "6", "--clients", "2"),
     ]  # fmt: skip
