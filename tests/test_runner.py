@@ -278,7 +278,7 @@ def test_the_remedy_for_a_damaged_checkpoint_works(half, whole) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("experiment.json", '{"rounds": ', "not an experiment; the file is damaged"),
+        ("experiment.json", '{"rounds": ', "not JSON"),
         ("experiment.json", "[1]", "not an experiment; the file is damaged"),
         ("experiment.json", '{"rouns": 2}', "did you mean 'rounds'"),
         ("records.jsonl", '{"kind": "sta\n{}\n', "a line is not a record"),

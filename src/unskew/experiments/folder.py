@@ -12,23 +12,28 @@ Files of tensors are sealed: one with a changed bit is refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unskew import limits
 from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.exchange import Client
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.parts import own_model, settled_like
+from unskew.files import parse_json, read_json, reading
 from unskew.heads import plain
 from unskew.methods import skeleton
 from unskew.models import Split, build, linear, linear_of
 from unskew.results import Record, load_sealed, read, save_sealed, write_text
-from unskew.simulate import Round
+from unskew.simulate import Round, Training
 from unskew.specs import is_own
 from unskew.transforms import Transform
 from unskew.tree import Tree, each, prefix, under
@@ -45,13 +50,11 @@ def holds_run(out: Path) -> bool:
 def stored(out: Path) -> Experiment:
     """The experiment that a folder belongs to."""
     path = out / "experiment.json"
-    try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        values = None
+    values = read_json(path, finite=False)
     if not isinstance(values, dict):
         raise DataError(f"{path}: not an experiment; the file is damaged")
-    return Experiment.of(values, str(path))
+    with reading(path, "not an experiment; the file is damaged"):
+        return Experiment.of(values, str(path))
 
 
 def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment, list[Record]]:
@@ -106,16 +109,59 @@ def save_round(path: Path, round: Round, experiment: Experiment) -> None:
 
 def load_round(path: Path, experiment: Experiment) -> Round:
     """Read it again."""
-    try:
+    with _to_be_removed(path):
         tree, metadata = load_sealed(path)
+        told = metadata.get("experiment")
+    if told is not None and told != experiment.digest:
+        raise DataError(f"{path}: the checkpoint of another experiment")
+    with _to_be_removed(path):
+        about = parse_json(metadata["round"], f"{path}: what it says of its round", finite=False)
+        numbers = {name: about[name] for name in ("number", "loss", "lr", "seconds")}
+        ids = *about["cohort"], *about["clients"], numbers["number"]
+        if told is None or not all(type(value) is int and value >= 0 for value in ids):
+            raise DataError(f"{path}: not the checkpoint of a run")
+        if not all(type(value) in (int, float) for value in numbers.values()):
+            raise DataError(f"{path}: what it says of its round are no numbers")
+        clients = {id: Client(under(f"own/{id}", tree), under(f"memory/{id}", tree)) for id in about["clients"]}
+        params, state = (
+            each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state")
+        )
+        return Round(params=params, state=state, clients=clients, cohort=tuple(about["cohort"]), **numbers)
+
+
+@contextlib.contextmanager
+def _to_be_removed(path: Path) -> Iterator[None]:
+    """Refuse a checkpoint that is damaged, and say how to go on without it."""
+    try:
+        with reading(path, "not the checkpoint of a run"):
+            yield
     except DataError as error:
         raise DataError(f"{error}. Remove it, and the run begins again at round 1") from None
-    if metadata["experiment"] != experiment.digest:
-        raise DataError(f"{path}: the checkpoint of another experiment")
-    about = json.loads(metadata["round"])
-    clients = {id: Client(under(f"own/{id}", tree), under(f"memory/{id}", tree)) for id in about.pop("clients")}
-    params, state = (each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state"))
-    return Round(params=params, state=state, clients=clients, cohort=tuple(about.pop("cohort")), **about)
+
+
+def fitting(path: Path, round: Round, training: Training) -> Round:
+    """The round of a checkpoint, whose seal anybody can make; refused if it is none of this training."""
+    start, clients = training.start(), len(training.federation.clients)
+    with _to_be_removed(path):
+        if not 1 <= round.number <= training.rounds or not all(id < clients for id in (*round.cohort, *round.clients)):
+            raise DataError(f"{path}: round {round.number} of other rounds or clients than this run has")
+        _check_alike(path, "params", round.params, start.params)
+        _check_alike(path, "state", round.state, start.state)
+        for id, client in round.clients.items():
+            _check_alike(path, f"client {id}", client.tree(), training.visitor(start, id).tree())
+    return round
+
+
+def _check_alike(path: Path, what: str, found: Tree, expected: Tree) -> None:
+    """Refuse tensors of other names, shapes or types than are expected, and those that hold no numbers."""
+    if odd := sorted(set(found) ^ set(expected)):
+        raise DataError(f"{path}: {what} has or lacks {odd[0]!r}, unlike this run's")
+    for name, value in found.items():
+        kinds = [(tuple(each.shape), each.dtype) for each in (value, expected[name])]
+        if kinds[0] != kinds[1]:
+            raise DataError(f"{path}: {name!r} of {what} is {kinds[0]}; in this run it is {kinds[1]}")
+        if not torch.isfinite(value).all():
+            raise DataError(f"{path}: {name!r} of {what} holds NaN or infinity")
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -142,8 +188,33 @@ def load_model(path: str | Path) -> Split:
     tree, metadata = load_sealed(Path(path))
     if "unskew" not in metadata:
         raise DataError(f"{path}: not a model of a run; model.safetensors and calibrated-*.safetensors are")
-    about = json.loads(metadata["unskew"])
-    name, sizes = about["network"], (about["classes"], about["channels"], about["size"])
+    with reading(path, "what it says of its model is damaged"):
+        about = parse_json(metadata["unskew"], f"{path}: what it says of its model")
+        _check_claims(Path(path), about)
+        return _model_of(Path(path), tree, about)
+
+
+def _check_claims(path: Path, about: dict[str, Any]) -> None:
+    """Refuse sizes of a model beyond the limits, before it is made."""
+    if not all(type(about[name]) is int and about[name] > 0 for name in ("classes", "channels", "size")):
+        raise DataError(f"{path}: its classes, channels and size must be whole numbers above 0")
+    if not all(type(size) is int and size > 0 for size in about["shape"]):
+        raise DataError(f"{path}: the shape of its examples must be whole numbers above 0")
+    limits.check("classes", about["classes"], path)
+    limits.check("inputs", math.prod(about["shape"]), path)
+    if not is_own(about["network"]):
+        with torch.device("meta"):  # which takes no memory
+            empty = skeleton(about["method"], build(about["network"], *_sizes(about), about["norm"]))
+        claimed = sum(value.numel() * value.itemsize for value in empty.state_dict().values())
+        limits.check("unbacked", claimed - path.stat().st_size, path)
+
+
+def _sizes(about: dict[str, Any]) -> tuple[int, int, int]:
+    return about["classes"], about["channels"], about["size"]
+
+
+def _model_of(path: Path, tree: Tree, about: dict[str, Any]) -> Split:
+    name, sizes = about["network"], _sizes(about)
     if is_own(name):
         model = own_model(name, torch.Generator(), torch.zeros(1, *about["shape"]), *sizes)
     else:
