@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import json
 import logging
 import os
 import re
@@ -24,26 +23,31 @@ from typing import Any
 
 import click
 from rich import table as drawn
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)  # fmt: skip
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
-from unskew import __version__
-from unskew.cli_options import note
+from unskew import __version__, limits
+from unskew.cli_options import Everywhere, check_free, inputs_of, note, probe_folder
 from unskew.cli_server import calibrate
 from unskew.cli_sites import evaluate, inspect_files, stats
 from unskew.cli_tasks import try_out, write_task
-from unskew.console import Column, Table, report, show, speed, summary, table_of
-from unskew.errors import UnskewError, UsageError, lookup
+from unskew.console import (
+    Column,
+    Table,
+    display,
+    printable,
+    put_json,
+    report,
+    show,
+    speed,
+    summary,
+    table_of,
+    tell,
+    text_column,
+)  # fmt: skip
+from unskew.errors import UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
+from unskew.failures import answered, failed, told
 from unskew.results import Record
 from unskew.specs import defaults_of, without_folders
 from unskew.timetable import Usage
@@ -55,10 +59,14 @@ CUT = ["data", "labels", "image_size", "clients", "partition", "alpha", "min_siz
 PATH = click.Path(path_type=Path)
 
 
-@click.group(context_settings={"max_content_width": 120})
+@click.group(cls=Everywhere, context_settings={"max_content_width": 120})
 @click.version_option(__version__, message="unskew %(version)s")
-def app() -> None:
+@click.option("--limit", "allowed", multiple=True, metavar="NAME=VALUE",
+              help="raise a limit of what files may ask for")  # fmt: skip
+@click.pass_context
+def app(context: click.Context, allowed: tuple[str, ...]) -> None:
     """Federated classifiers that stay accurate when clients' data differ."""
+    context.with_resource(limits.changed(",".join(allowed), "--limit"))
 
 
 for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files):
@@ -66,35 +74,13 @@ for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files):
 
 
 def main() -> None:
-    """Run the command line and turn refusals into a message and an exit code."""
+    """Run the command line; `failures` has what becomes of errors."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no arrow shows a question mark
     warnings.showwarning = _noted
     logging.getLogger("unskew").handlers = [_Notes()]
-    try:
-        code = app(prog_name="unskew", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        code = stop.exit_code
-    except click.exceptions.NoArgsIsHelpError as refusal:
-        refusal.show()
-        code = refusal.exit_code
-    except click.ClickException as refusal:
-        code = _failed(refusal.format_message(), refusal.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        code = _failed("stopped")
-    except UsageError as error:
-        code = _failed(_told(error), 2)
-    except BrokenPipeError:  # nobody reads on, as in `unskew run --json | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except (UnskewError, ArithmeticError, OSError) as error:
-        code = _failed(_told(error))
-    except (MemoryError, RuntimeError) as error:
-        if not re.search("out of memory|can't allocate memory", str(error), re.IGNORECASE):
-            raise
-        code = _failed("out of memory: try --engine sequential, a smaller --batch or a smaller --model")
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(answered(lambda: app(prog_name="unskew", standalone_mode=False)))
 
 
 class _Notes(logging.Handler):
@@ -108,19 +94,7 @@ def _noted(
 ) -> None:
     """A warning: ours in one line."""
     text = f"note: {message}" if "unskew" in filename else warnings.formatwarning(message, category, filename, lineno)
-    print(text.rstrip(), file=sys.stderr)
-
-
-def _told(error: BaseException) -> str:
-    """An error in one line, with the file of a system's error first, and where in the training it happened."""
-    plain = isinstance(error, OSError) and error.filename and error.strerror
-    text = f"{error.filename}: {error.strerror}" if plain else str(error)  # type: ignore[attr-defined]
-    return ", ".join([text, *getattr(error, "__notes__", [])])
-
-
-def _failed(message: str, code: int = 1) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code
+    tell(text.rstrip())
 
 
 # ---------------------------------------------------------------------------------------------- run
@@ -154,26 +128,32 @@ def _given(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 @click.argument("config", required=False, type=PATH)
 @click.option("--out", type=PATH, show_default="runs/DATA-METHOD-DIGEST", help="folder of the run")
 @click.option("--resume", is_flag=True, help="go on with a run that stopped; --out alone is enough")
+@click.option("--trust", is_flag=True, help="run the code that CONFIG, or the folder of a run that goes on, names")
 @click.option("--json", "as_json", is_flag=True, help="print the records as json lines, nothing else")
 @click.pass_context
 def run(
-    context: click.Context, /, config: Path | None, out: Path | None, resume: bool, as_json: bool, **options: Any
-) -> None:
+    context: click.Context, /, config: Path | None, out: Path | None, resume: bool, trust: bool, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Train a federation, calibrate its model, keep all in a folder.
 
     CONFIG is a TOML file of these options; those that are given here win over it.
     """
     from unskew.experiments.folder import holds_run, stored
 
-    given = _absolute({**(read_toml(config) if config else {}), **_given(context, options)})
+    typed = _given(context, options)
+    given = _absolute({**(read_toml(config) if config else {}), **typed})
     if resume and out and holds_run(out):
         experiment = replace(stored(out), **given)
+        experiment.check_trusted(out / "experiment.json" if not config else f"{out} or {config}", trust, typed)
     elif resume and not given:
         where = f"{out} holds no run that could go on" if out else "--resume needs the run's folder"
         raise UsageError(f"{where}: give --out of a run, or its options; or leave out --resume")
     else:
         experiment = Experiment(**given)
+        experiment.check_trusted(config, trust, typed)
     out = out or Path("runs") / _name(experiment)
+    probe_folder(out)
     with _processes() as rank:
         if rank > 0:
             from unskew.experiments.runner import run as follow
@@ -251,16 +231,17 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
         if isinstance(error, BrokenPipeError) or not holds_run(out):
             raise
         done = max((record.get("round", 0) for record in records), default=0)
-        reason = "" if isinstance(error, KeyboardInterrupt) else f"{_told(error)}; "
-        remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}"
+        reason = "" if isinstance(error, KeyboardInterrupt) else f"{told(error)}; "
+        trust = " --trust" if experiment.code else ""
+        remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}{trust}"
         raise click.exceptions.Exit(
-            _failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}")
+            failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}")
         ) from None
     return records
 
 
 def _printed(record: Record) -> Record:
-    print(json.dumps(record), flush=True)
+    put_json(record)
     return record
 
 
@@ -278,14 +259,14 @@ class _Speed(ProgressColumn):
 
 def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[Record]:
     """Pass the records on, with a bar that moves each round."""
-    text = TextColumn("{task.description}"), TextColumn("{task.fields[now]}")
+    text = text_column("{task.description}"), text_column("{task.fields[now]}")
     columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage), text[1])
     with contextlib.ExitStack() as shown:
         for record in records:
             if record["kind"] == "start":  # not earlier: a refusal stands alone
                 if "picked" in record:
-                    print("engine: {engine} ({reason})".format(**record["picked"]), file=sys.stderr, flush=True)
-                progress = shown.enter_context(Progress(*columns, console=Console(stderr=True)))
+                    tell("engine: {engine} ({reason})".format(**record["picked"]))
+                progress = shown.enter_context(display(*columns))
                 task = progress.add_task("training", total=rounds, now="")
             elif record["kind"] == "round":
                 accuracy = f", accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
@@ -295,10 +276,10 @@ def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[R
                 )
                 progress.update(task, completed=record["round"], now=now, description=doing)
                 if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
-                    print(f"round {record['round']} of {rounds}: {now}, {speed(usage)}", file=sys.stderr, flush=True)
+                    tell(f"round {record['round']} of {rounds}: {now}, {speed(usage)}")
             elif record["kind"] in ("calibration", "personal"):
                 done = "calibrated" if record["kind"] == "calibration" else "personal models"
-                progress.update(task, description=f"{done}: {record['name']}")
+                progress.update(task, description=printable(f"{done}: {record['name']}"))
             yield record
 
 
@@ -319,6 +300,7 @@ def demo(seed: int, seeds: int, out: Path) -> None:
     every = []
     for number in range(seed, seed + seeds):
         folder = out if seeds == 1 else out.with_name(f"{out.name}-seed-{number}")
+        probe_folder(folder)
         _remove_demo(folder)
         records = _followed(replace(DEMO, seed=number, cut_seed=number), folder, False, False)
         every.append([record for record in records if record["kind"] == "calibration"])
@@ -382,23 +364,13 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
     rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}
     table = table._replace(rows=rows)
     write = write or Path("results") / f"{name}.md"
-    try:
-        write.parent.mkdir(parents=True, exist_ok=True)
-        if write.is_dir() or not os.access(write.parent, os.W_OK):
-            raise OSError("it is a folder" if write.is_dir() else "its folder can't be written to")
-    except OSError as error:
-        raise UsageError(f"--write {write}: {error.strerror or error}; choose another file") from None
+    check_free([write], True, [out])
+    probe_folder(out)
     total = sum(map(len, table.rows.values()))
     results = []
     usage = Usage()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        _Speed(usage),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    named = text_column("{task.description}")
+    with display(named, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage)) as progress:
         task = progress.add_task(name, total=total)
         try:
             for result in filled(table, out, jobs or os.cpu_count() or 1, usage):
@@ -406,13 +378,14 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
                 progress.advance(task)
                 if not progress.console.is_terminal:
                     done = f"{result.row}, seed {result.seed}"
-                    print(f"run {len(results)} of {total}: {done}", file=sys.stderr, flush=True)
+                    tell(f"run {len(results)} of {total}: {done}")
         except KeyboardInterrupt:
-            failed = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
-            raise click.exceptions.Exit(_failed(failed)) from None
-    text = markdown(name, table, results)
-    show(text)
-    write_text(write, text)
+            stopped = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
+            raise click.exceptions.Exit(failed(stopped)) from None
+    page = markdown(name, table, results)
+    for line in page.splitlines():
+        show(line, whole=True)
+    write_text(write, page)
     show(f"Written to {write}; the runs are in {out}")
 
 
@@ -459,7 +432,8 @@ def list_names(what: str | None) -> None:
             table.add_row("auto", "", f"In `unskew calibrate`: what did best by measurement, {best}.")
         show(table)
         if kind == "methods":
-            show("\nThey combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
+            show()
+            show("They combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
         show()
 
 
@@ -480,12 +454,15 @@ def partition_table(context: click.Context, /, plot: Path | None, as_json: bool,
     from unskew.plots import FEW, label_distribution
 
     experiment = Experiment(**_given(context, options))
+    if plot or not as_json:
+        plot = plot or Path("runs/partition.png")
+        check_free([plot], True, inputs_of({"data": experiment.data}))
     data = data_of(experiment)
     counts, labels = table(data.y, federation_of(experiment, data).clients, data.classes), list(data.labels)
-    if plot or not as_json:
-        plot = label_distribution(counts, labels, plot or Path("runs/partition.png"))
+    if plot:
+        plot = label_distribution(counts, labels, plot)
     if as_json:
-        print(json.dumps({"labels": labels, "table": counts.tolist()}))
+        put_json({"labels": labels, "table": counts.tolist()})
         return
     few = data.classes <= FEW
     shown = table_of("client", "examples", *(labels if few else ["classes held", "largest class"]))

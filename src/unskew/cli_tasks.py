@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from unskew.cli_options import (
     options,
 )
 from unskew.cli_sites import opened_site, tell_damaged
-from unskew.console import bar, show, size, table_of
+from unskew.console import bar, put_json, show, size, table_of
 from unskew.errors import UsageError
 
 if TYPE_CHECKING:
@@ -96,11 +95,12 @@ def _check_model(values: Mapping[str, Any], preparation: Preparation, task: Task
     """Open the model, as far as that is possible without data, so that no site finds out that it does not work."""
     import torch
 
+    from unskew.agreement import images_of
     from unskew.heads_file import opened
+    from unskew.inputs import stand_in
 
-    side = preparation.crop or preparation.image_size
-    channels = preparation.channels or (len(preparation.mean) if preparation.mean else None)
-    example = torch.zeros(2, channels, side, side) if side and channels else None
+    made = images_of(preparation)
+    example = None if made is None else torch.zeros_like(stand_in(made))
     program = task.model.endswith(".pt2")
     if (program and not values["trust"]) or (not program and example is None and task.layer is None):
         return
@@ -169,7 +169,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
         scored = None if last is None else batches_of(last, values["device"], progress)
         trial = trial_of(model, parts, fresh, scored, seed)
     if as_json:
-        print(json.dumps(_plain(trial)))
+        put_json(_plain(trial))
         return
     _show_trial(trial, test, share)
     _show_next(asked, trial)

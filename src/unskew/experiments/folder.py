@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -50,7 +49,10 @@ def holds_run(out: Path) -> bool:
 def stored(out: Path) -> Experiment:
     """The experiment that a folder belongs to."""
     path = out / "experiment.json"
-    values = read_json(path, finite=False)
+    try:
+        values = read_json(path, finite=False)
+    except DataError as error:
+        raise DataError(f"{path}: not an experiment; the file is damaged ({error})") from None
     if not isinstance(values, dict):
         raise DataError(f"{path}: not an experiment; the file is damaged")
     with reading(path, "not an experiment; the file is damaged"):
@@ -179,47 +181,49 @@ def save_model(path: Path, model: Split, experiment: Experiment, data: Dataset) 
     save_sealed(path, model.state_dict(), {"unskew": json.dumps(about)})
 
 
-def load_model(path: str | Path) -> Split:
+def load_model(path: str | Path, trust: bool = False) -> Split:
     """A model that a run has written, in eval mode.
 
     It takes what `batches` gives: pixel values / 255, less the mean, over the standard deviation of the training
-    images.
+    images. A file can name code that makes its network, file.py:function; that is run only where whoever wrote the
+    file is trusted.
     """
     tree, metadata = load_sealed(Path(path))
     if "unskew" not in metadata:
         raise DataError(f"{path}: not a model of a run; model.safetensors and calibrated-*.safetensors are")
-    with reading(path, "what it says of its model is damaged"):
-        about = parse_json(metadata["unskew"], f"{path}: what it says of its model")
-        _check_claims(Path(path), about)
-        return _model_of(Path(path), tree, about)
+    about = parse_json(metadata["unskew"], path)
+    with reading(path, "what it says of its network is damaged"):
+        model = _skeleton(path, about, tree, trust)
+        return _filled(path, model, about, tree)
 
 
-def _check_claims(path: Path, about: dict[str, Any]) -> None:
-    """Refuse sizes of a model beyond the limits, before it is made."""
-    if not all(type(about[name]) is int and about[name] > 0 for name in ("classes", "channels", "size")):
-        raise DataError(f"{path}: its classes, channels and size must be whole numbers above 0")
-    if not all(type(size) is int and size > 0 for size in about["shape"]):
-        raise DataError(f"{path}: the shape of its examples must be whole numbers above 0")
+def _skeleton(path: str | Path, about: Record, tree: Tree, trust: bool) -> Split:
+    """The network of a file, with any weights; its sizes are compared with those of the file before it is made."""
+    name, sizes = about["network"], (about["classes"], about["channels"], about["size"])
+    if not all(type(size) is int and size > 0 for size in (*sizes, *about["shape"])):
+        raise DataError(f"{path}: the sizes of its network must be whole numbers above 0")
     limits.check("classes", about["classes"], path)
-    limits.check("inputs", math.prod(about["shape"]), path)
-    if not is_own(about["network"]):
-        with torch.device("meta"):  # which takes no memory
-            empty = skeleton(about["method"], build(about["network"], *_sizes(about), about["norm"]))
-        claimed = sum(value.numel() * value.itemsize for value in empty.state_dict().values())
-        limits.check("unbacked", claimed - path.stat().st_size, path)
-
-
-def _sizes(about: dict[str, Any]) -> tuple[int, int, int]:
-    return about["classes"], about["channels"], about["size"]
-
-
-def _model_of(path: Path, tree: Tree, about: dict[str, Any]) -> Split:
-    name, sizes = about["network"], _sizes(about)
     if is_own(name):
+        if not trust:
+            raise UsageError(
+                f"{path} names code that would run here: {name}. Read it; if you trust whoever wrote that, add "
+                "trust=True"
+            )
+        limits.check("inputs", math.prod(about["shape"]), path)
         model = own_model(name, torch.Generator(), torch.zeros(1, *about["shape"]), *sizes)
     else:
+        held = sum(value.numel() for value in tree.values())
+        with torch.device("meta"):  # where it takes no memory
+            empty = skeleton(about["method"], build(name, *sizes, about["norm"]))
+        wanted = sum(value.numel() for value in empty.features.parameters())
+        if wanted > held:
+            raise DataError(f"{path}: it holds {held:,} numbers, but {name} for {sizes} would have {wanted:,} or more")
         model = build(name, *sizes, about["norm"])
-    model = skeleton(about["method"], model)
+    return skeleton(about["method"], model)
+
+
+def _filled(path: str | Path, model: Split, about: Record, tree: Tree) -> Split:
+    """A network with the weights of a file."""
     layer = linear(model.classifier) if about["normalised"] else plain(model.classifier)
     if about["transforms"]:
         front = Transform("+".join(about["transforms"]), layer.in_features)
@@ -231,5 +235,7 @@ def _model_of(path: Path, tree: Tree, about: dict[str, Any]) -> Split:
     try:
         model.load_state_dict(tree)
     except RuntimeError as error:
-        raise DataError(f"{path}: its weights do not fit {name}, which has changed since: {error}") from None
+        raise DataError(
+            f"{path}: its weights do not fit {about['network']}, which has changed since: {error}"
+        ) from None
     return model.eval()
