@@ -175,7 +175,7 @@ class _Walk(pickle._Unpickler):
         return text
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # its name in Python 2
         if full == "_codecs.encode":
             return self.encoded
         return self.stands.setdefault(full, type("Stand", (_Stand,), {"name": full}))
