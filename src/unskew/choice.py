@@ -26,14 +26,13 @@ from unskew.dispatch import ladder, left_of, most_lanes, ranks
 from unskew.engine import Engine
 from unskew.errors import UsageError
 from unskew.kernels import fusible
-from unskew.lanes import FORMS, Lanes, precise
+from unskew.lanes import FORMS, SMALL, Lanes, precise
 from unskew.results import digest, write_text
 from unskew.simulate import Trainer, Training, rounds_of
 from unskew.timetable import Cost, choose, estimated
 from unskew.workers import check_workers, known_engines
 
 WORTH = 5_000  # client-steps in all from which on a measurement pays
-SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 MARGIN = 1.05  # an engine has to be this much faster than a simpler one
 PREPARING = 60.0  # seconds that lanes take to compile their steps
 TURNS = 3  # of each engine; the best counts, for others may use the machine too
