@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unskew import limits
 from unskew.agreement import Known
 from unskew.collecting import weights_digest
 from unskew.cutting import rejoined, split
 from unskew.endings import is_linear
 from unskew.errors import DataError, UsageError
 from unskew.features import ended
+from unskew.files import parse_json, read_json, reading
 from unskew.foreign import brings_weights, libraries, load_module
 from unskew.heads import behind, plain
 from unskew.inputs import parsed, stand_in
@@ -77,6 +79,7 @@ def opened(
     source = spec.partition(":")[0]
     if inside is None and source in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
+        limits.check("classes", inside, weights)
     module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
     tree = renamed(module, tree, weights) if weights else {}
     layer = about["layer"] if layer is None and about and (len(starts) == 1 or example is None) else layer
@@ -105,18 +108,18 @@ def opened(
 def _about(path: Path) -> dict[str, Any]:
     """What stands in the metadata of a calibrated model; nothing, for other weights."""
     text = metadata_of(path).get("calibrated") if is_safetensors(path) else None
-    try:
-        about = json.loads(text) if text else {}
+    damaged = "what it says of its calibration is damaged"
+    with reading(path, damaged):
+        about = parse_json(text, f"{path}: {damaged}") if text else {}
         if not about:
             return {}
+        limits.check("classes", int(about["classes"]), path)
         return {
             "layer": str(about["layer"]),
             "classes": int(about["classes"]),
             "transform": Transform(about["transform"]).name,
             "known": _known(path, about),
         }
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: what it says of its calibration is damaged ({error})") from None
 
 
 def known_of_model(path: Path, classes: int | None = None) -> Known:
@@ -266,11 +269,8 @@ def write_heads(
 
 def known_of_heads(path: Path) -> Known:
     """What a file of candidate heads says of the data that they were made from."""
-    metadata = metadata_of(path)
-    try:
-        return _known(path, json.loads(metadata["data"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: holds no heads, or damaged ones ({error}); {PROPOSE}") from None
+    with reading(path, f"holds no heads, or damaged ones; {PROPOSE}"):
+        return _known(path, parse_json(metadata_of(path)["data"], f"{path}: what it says of its data"))
 
 
 def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> tuple[dict[str, nn.Module], str]:
@@ -285,17 +285,27 @@ def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> 
                         "collected with")  # fmt: skip
     if parts is not None and metadata["statistics"] != digest(sorted(parts)):
         raise DataError(f"{path}: heads made from other statistics: give the --stats and --without of --propose")
-    found: dict[str, nn.Module] = {}
-    try:
-        for name, front in json.loads(metadata["heads"]).items():
-            layer = linear_of(tree[f"{name}/weight"], tree.get(f"{name}/bias"))
-            found[name] = behind(layer, front, model.dimension)
-            found[name](torch.zeros(1, model.dimension, dtype=layer.weight.dtype))
-    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise DataError(f"{path}: its heads don't fit the model ({error})") from None
-    if len(found) > MOST_HEADS:  # each answer tells something of the site's examples
-        raise DataError(f"{path}: holds {len(found)} heads; at most {MOST_HEADS} are scored")
-    return found, seal(tree, metadata)
+    with reading(path, "its heads don't fit the model"):
+        fronts = parse_json(metadata["heads"], f"{path}: the list of its heads")
+        if not isinstance(fronts, dict) or not fronts:
+            raise DataError(f"{path}: holds no heads; {PROPOSE}")
+        if len(fronts) > MOST_HEADS:  # each answer tells something of the site's examples
+            raise DataError(f"{path}: holds {len(fronts)} heads; at most {MOST_HEADS} are scored")
+        limits.check("unbacked", sum(Transform(front).nbytes(model.dimension) for front in fronts.values()), path)
+        return {name: _head(name, front, tree, model) for name, front in fronts.items()}, seal(tree, metadata)
+
+
+def _head(name: str, front: str, tree: Tree, model: Split) -> nn.Module:
+    """A candidate head of a file behind its transform; refused before it is made where it does not fit the model."""
+    weight, bias = tree[f"{name}/weight"], tree.get(f"{name}/bias")
+    expected = (model.classes, Transform(front).width(model.dimension))
+    biased = bias is None or bias.shape == expected[:1]
+    if weight.shape != expected or not biased or not weight.is_floating_point():
+        raise DataError(f"its heads don't fit the model: {name!r} is {weight.dtype} of shape {tuple(weight.shape)}; it "
+                        f"must be floating point of shape {expected}")  # fmt: skip
+    if not all(torch.isfinite(value).all() for value in (weight, bias) if value is not None):
+        raise DataError(f"{name!r} holds NaN or infinity")
+    return behind(linear_of(weight, bias), front, model.dimension)
 
 
 class Answers(NamedTuple):
@@ -321,7 +331,7 @@ def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str], classe
     sums: dict[str, Tensor] = {}
     for path in paths:
         try:
-            answer = json.loads(path.read_text(encoding="utf-8"))
+            answer = read_json(path)
             mark, total = str(answer["id"]), answer["total"]
             counts = {**{f"right/{name}": answer["right"][name] for name in names}, "total": total}
             for name, value in counts.items():
@@ -330,9 +340,9 @@ def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str], classe
             if len(total) != classes or type(answer["held_out"]) is not bool:
                 raise ValueError(f"it has {len(total)} classes, not {classes}, or does not say what was held out")
             counts["held out"] = total if answer["held_out"] else [0] * classes
-        except FileNotFoundError:
-            raise DataError(f"{path}: there is no such file") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except DataError:
+            raise
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: no answer of `unskew evaluate --heads`, or damaged ({error})") from None
         if answer.get("heads") != heads:
             raise DataError(f"{path}: an answer to other heads: let the site evaluate these")

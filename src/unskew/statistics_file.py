@@ -23,14 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unskew import __version__
+from unskew import __version__, limits
 from unskew.errors import DataError, UnskewError, UsageError
+from unskew.files import parse_json, reading
+from unskew.headers import Kind
 from unskew.inputs import parsed
 from unskew.merging import Joint, squares_of
 from unskew.origin import Origin, Privacy
 from unskew.packing import factor_in_place, pack, scatter_shape, upper
 from unskew.statistics import CUBED, FORMS, REDUCES, FeatureStats, Sort
-from unskew.streams import Kind, Reader, layout, size, write
+from unskew.streams import Reader, layout, size, write
 
 VERSION = 1
 PRECISIONS = {
@@ -241,10 +243,7 @@ def _head(file: Reader) -> Head:
         raise DataError(
             f"{path}: not a statistics file (its header has no digest): `unskew stats` and FeatureStats.save write them"
         )
-    try:
-        header = {name: json.loads(value) for name, value in file.metadata.items()}
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: the header is not JSON ({error})") from None
+    header = {name: parse_json(value, f"{path}: the header") for name, value in file.metadata.items()}
     if "version" in header and not FIELDS["version"][0](header["version"]):  # first: others may have other fields
         raise DataError(f"{path}: version is {header['version']!r}; {FIELDS['version'][1]}")
     if set(header) != set(FIELDS):
@@ -253,8 +252,8 @@ def _head(file: Reader) -> Head:
         if not fits(header[name]):
             raise DataError(f"{path}: {name} is {str(header[name])[:80]!r}; {words}")
     classes, dimension, form, precision = (header[name] for name in ("classes", "dimension", "form", "precision"))
-    if max(classes, dimension) > 2**24:
-        raise DataError(f"{path}: {classes} classes, {dimension} features: can't be meant")
+    limits.check("classes", classes, path)
+    limits.check("dimension", dimension, path)
     expected = kinds_of(classes, dimension, form, precision, header["held_out"] is not None)
     if set(file.kinds) != set(expected):
         raise DataError(
@@ -292,7 +291,7 @@ def total_of(
     held: dict[str, Path] = {}  # the sites' own files that are in the sum, and which file brought each
     for sign, group in ((1, paths), (-1, without)):
         for path in map(Path, group):
-            with Reader(path) as file:
+            with reading(path), Reader(path) as file:
                 head = _head(file)
                 own = head.parts or (head.digest,)
                 met = [held[part] for part in own if part in held]
@@ -308,6 +307,7 @@ def total_of(
                 try:
                     if total is None:
                         start = path
+                        _check_memory(path, sort)
                         total = replace(FeatureStats.zero(*sort), origin=head.origin, privacy=head.privacy, right=0)
                     total = total.beside(sort, head.origin, head.privacy)
                 except UnskewError as error:
@@ -319,6 +319,12 @@ def total_of(
     if total is None:
         raise UsageError("there are no statistics to add: give the files of at least one site")
     return replace(total, parts=tuple(held))
+
+
+def _check_memory(path: Path, sort: Sort) -> None:
+    """Refuse statistics whose sum does not fit into memory; a file can be smaller, in a lower precision."""
+    kinds = kinds_of(sort.classes, sort.dimension, sort.form, "float64", sort.held_out)
+    limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
 
 
 def _less(held: dict[str, Path], own: tuple[str, ...]) -> dict[str, Path]:
