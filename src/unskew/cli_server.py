@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -34,6 +34,7 @@ from unskew.errors import DataError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unskew.heads import Calibrator
     from unskew.heads_file import Opened
     from unskew.models import Split
     from unskew.origin import Origin
@@ -65,106 +66,86 @@ if TYPE_CHECKING:
 @click.option("--validate", type=PATH, multiple=True, help="the sites' answers to --heads: the best head is taken")
 @click.option("--seed", default=0, show_default=True, help="of virtual features")
 @options("out")
-def calibrate(
-    files: tuple[Path, ...], without: tuple[Path, ...], calibrator: str, prior: str | None, out: Path | None,
-    export: Path | None, export_preparation: bool, keep: Path | None, propose: Path | None, heads: Path | None,
-    validate: tuple[Path, ...], seed: int, force: bool, **options: Any,
-) -> None:  # fmt: skip
+def calibrate(**options: Any) -> None:
     """On the server: make a better classifier from the sites' files."""
-    if bool(out or export) == bool(propose):
-        raise UsageError("give --out for the calibrated weights, --export for a program, or --propose for candidates")
-    if bool(heads) != bool(validate):
-        raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
-    if export_preparation and not export:
-        raise UsageError("--export-preparation is about the program of --export: give both, or neither")
+    wish = Wish(**{name: options.pop(name) for name in Wish._fields})
+    _check_wish(wish)
     asked = asked_for(options)
-    given = asked.values
-    written = [path for path in (out, export, keep, propose) if path]
-    read = inputs_of({**given, "prior": prior, "heads": heads})
-    check_free(written, force, [*read, *files, *without, *validate])
+    read = inputs_of({**asked.values, "prior": wish.prior, "heads": wish.heads})
+    check_free(wish.written, wish.force, [*read, *wish.files, *wish.without, *wish.validate])
     logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
-    import torch
+    sent = _sent(wish, asked)
+    opened = _opened(asked.values, sent.known, sent.kept[0])
+    plan = _planned(wish, sent, opened.model)
+    material = _material(wish, sent, plan, opened.model, asked.values["device"])
+    if wish.propose:
+        _propose(wish.propose, wish, opened, material, asked.values)
+    else:
+        _write(wish, sent, opened, plan, material)
 
-    from unskew.heads import with_classifier
-    from unskew.heads_file import OLD, program_of, write_heads, write_model
-    from unskew.models import linear
-    from unskew.programs import exported
-    from unskew.selection import calibrator_of, candidates
-    from unskew.statistics import REDUCES
-    from unskew.statistics_file import head_of, load, save, total_of
 
-    known = {path: head_of(path) for path in (*files, *without)}
-    kept, removed = _kept(files, without, known)
+class Wish(NamedTuple):
+    """What is wanted of the sites' files: the options of `calibrate` that no other command has."""
+
+    files: tuple[Path, ...]
+    without: tuple[Path, ...]
+    calibrator: str
+    prior: str | None
+    out: Path | None
+    export: Path | None
+    export_preparation: bool
+    keep: Path | None
+    propose: Path | None
+    heads: Path | None
+    validate: tuple[Path, ...]
+    seed: int
+    force: bool
+
+    @property
+    def written(self) -> list[Path]:
+        """The files to write."""
+        return [path for path in (self.out, self.export, self.keep, self.propose) if path]
+
+
+def _check_wish(wish: Wish) -> None:
+    """Refuse options that contradict each other."""
+    if bool(wish.out or wish.export) == bool(wish.propose):
+        raise UsageError("give --out for the calibrated weights, --export for a program, or --propose for candidates")
+    if bool(wish.heads) != bool(wish.validate):
+        raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
+    if wish.export_preparation and not wish.export:
+        raise UsageError("--export-preparation is about the program of --export: give both, or neither")
+
+
+# ---------------------------------------------------------------------------------------------- what was sent
+
+
+class Sent(NamedTuple):
+    """The sites' files, by their headers: no contents are read yet."""
+
+    known: dict[Path, Head]
+    kept: list[Path]  # to be added
+    removed: list[Path]  # to be taken out of what is added
+
+    @property
+    def forms(self) -> set[str]:
+        """The forms of the second moments that are used."""
+        return {self.known[path].form for path in (*self.kept, *self.removed)}
+
+    @property
+    def apart(self) -> bool:
+        """Whether sites are known apart."""
+        return not self.removed and not any(head.parts for head in self.known.values())
+
+
+def _sent(wish: Wish, asked: Asked) -> Sent:
+    """The headers of the files, where they are of the task and fit the weights; and which of them are used."""
+    from unskew.statistics_file import head_of
+
+    known = {path: head_of(path) for path in (*wish.files, *wish.without)}
+    kept, removed = _kept(wish.files, wish.without, known)
     _check_sources(asked, known)
-    module, model, fresh = _opened(given, known, kept[0])
-    bias = linear(model.classifier).bias is not None
-    found = {known[path].form for path in (*kept, *removed)}
-    common = [form for form in FORMS if all(form in REDUCES[other] for other in found)]
-    wanted = calibrator_of(calibrator, common[0], known[kept[0]].transform, bias)
-    apart = not removed and not any(head.parts for head in known.values())  # whether sites are known apart
-    if wanted.apart and not apart:
-        raise UsageError(f"{wanted.name} needs each site's own file: sums and what is taken out of them won't do")
-    if len(found) > 1:
-        note(f"the files are of different forms: only what all have is used, form {common[0]}")
-    exact = prior is not None and wanted.name == "ffc"  # which needs each class's moments for that
-    forms = ("class", *wanted.forms) if exact else wanted.forms
-    useful = next((form for form in forms if form in common), None)
-    form = common[0] if propose or keep or useful is None else useful
-    with bar("adding", len(kept) + len(removed)) as progress:
-        summed = total_of(kept, form, removed, progress)
-    if keep:
-        save(summed, keep)
-        show(f"{keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
-        if useful and not propose:
-            summed = summed.reduced(useful)
-    parts = summed.parts
-    mix = _prior(prior, summed)
-    absent = (summed.count == 0).nonzero().flatten().tolist()
-    if absent:
-        note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
-    sites = [load(path, "none").to(given["device"]) for path in kept] if apart and (wanted.apart or propose) else []
-    summed = summed.to(given["device"])
-
-    def made(spec: str) -> nn.Module:
-        maker = calibrator_of(spec, summed.form, summed.transform, bias)
-        generator = torch.Generator().manual_seed(seed)
-        weighed = mix if maker.weighs or not propose else None
-        return maker(summed, model.classifier, generator, weighed, sites)
-
-    if propose:
-        rest = summed.kept
-        if rest is not None:  # so that what the sites have held out is new to the heads that they score there
-            note(f"heads are made without what the sites hold out: of the rest the form {rest.form} is known")
-            summed, sites = replace(rest, parts=parts), []
-        names = candidates(summed.form, len(sites), bias) if calibrator == "auto" else [calibrator]
-        write_heads(propose, model, {name: made(name) for name in names}, summed, fresh)
-        show(f"{propose}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
-        answer = f"--heads {propose} --out ITS_NAME.answer"
-        show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
-        return
-    name, new = _validated(heads, validate, model, mix, summed) if heads else (wanted.name, made(calibrator))
-    better = with_classifier(model, new).to("cpu")
-    source = heads or f"{len(kept)} file{'s' if len(kept) > 1 else ''} and {int(summed.count.sum()):,} examples"
-    program = program_of(better, summed.origin, export_preparation) if export else None
-    if out:
-        told = write_model(out, better, module, name, summed)
-        show(f"{out}: the weights with the head of {name}, from {source}; {told}")
-    if export and program:
-        exported(program.module, program.example, export)
-        show(f"{export}: a torch.export program with the head of {name}, from {source}; {program.takes}")
-    if name != OLD and not calibrator_of(name, summed.form, summed.transform, bias).likely:
-        note(f"the logits of {name} rank the classes, but are no log-probabilities: for confidences choose lda or ccvr")
-    if not heads:
-        doubt = "this head" if fresh else "that this head is better than the old one"
-        show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
-
-
-def _called(given: Mapping[str, Any]) -> str:
-    """The options by which others name the same model."""
-    if given["task"]:
-        return f"--task {given['task']}" + (" --trust" if given["trust"] else "")
-    weights = f" --weights {given['weights']}" if given["weights"] else ""
-    return f"--model {given['model']}{weights}" + (f" --classes {given['classes']}" if given["classes"] else "")
+    return Sent(known, kept, removed)
 
 
 def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
@@ -217,6 +198,135 @@ def _opened(given: Mapping[str, Any], known: Mapping[Path, Head], first: Path) -
                 f"{path}: collected with other weights than {given['weights'] or given['model']}: collect again{hint}"
             )
     return Opened(module, model.to(checked_device(given["device"])), fresh)
+
+
+# ---------------------------------------------------------------------------------------------- what is made of it
+
+
+class Plan(NamedTuple):
+    """Which calibrator is to make the head, and what it needs of the files."""
+
+    wanted: Calibrator
+    form: str  # in which the files are added
+    useful: str | None  # the form that the calibrator takes; None where it can do without
+
+
+def _planned(wish: Wish, sent: Sent, model: Split) -> Plan:
+    """Find the calibrator, and the form of the sum, that the files allow."""
+    from unskew.models import linear
+    from unskew.selection import calibrator_of
+    from unskew.statistics import REDUCES
+
+    common = [form for form in FORMS if all(form in REDUCES[other] for other in sent.forms)]
+    bias = linear(model.classifier).bias is not None
+    wanted = calibrator_of(wish.calibrator, common[0], sent.known[sent.kept[0]].transform, bias)
+    if wanted.apart and not sent.apart:
+        raise UsageError(f"{wanted.name} needs each site's own file: sums and what is taken out of them won't do")
+    if len(sent.forms) > 1:
+        note(f"the files are of different forms: only what all have is used, form {common[0]}")
+    exact = wish.prior is not None and wanted.name == "ffc"  # which needs each class's moments for that
+    forms = ("class", *wanted.forms) if exact else wanted.forms
+    useful = next((form for form in forms if form in common), None)
+    return Plan(wanted, common[0] if wish.propose or wish.keep or useful is None else useful, useful)
+
+
+class Material(NamedTuple):
+    """What heads are made from."""
+
+    stats: FeatureStats  # the sum
+    sites: list[FeatureStats]  # each site's own, where somebody needs them
+    mix: Tensor | None  # of classes, expected in use
+
+
+def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
+    """Add the files, keep the sum where that is asked for, and say what is missing in it."""
+    from unskew.statistics_file import load, save, total_of
+
+    with bar("adding", len(sent.kept) + len(sent.removed)) as progress:
+        summed = total_of(sent.kept, plan.form, sent.removed, progress)
+    if wish.keep:
+        save(summed, wish.keep)
+        show(f"{wish.keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
+        if plan.useful and not wish.propose:
+            summed = summed.reduced(plan.useful)
+    mix = _prior(wish.prior, summed)
+    absent = (summed.count == 0).nonzero().flatten().tolist()
+    if absent:
+        note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
+    each = sent.kept if sent.apart and (plan.wanted.apart or wish.propose) else []
+    return Material(summed.to(device), [load(path, "none").to(device) for path in each], mix)
+
+
+def _made(spec: str, wish: Wish, material: Material, old: nn.Module) -> nn.Module:
+    """The head that a calibrator makes."""
+    import torch
+
+    from unskew.models import linear
+    from unskew.selection import calibrator_of
+
+    stats = material.stats
+    maker = calibrator_of(spec, stats.form, stats.transform, linear(old).bias is not None)
+    mix = material.mix if maker.weighs or not wish.propose else None
+    return maker(stats, old, torch.Generator().manual_seed(wish.seed), mix, material.sites)
+
+
+def _propose(path: Path, wish: Wish, opened: Opened, material: Material, given: Mapping[str, Any]) -> None:
+    """Write candidate heads, and say how sites answer."""
+    from unskew.heads_file import write_heads
+    from unskew.models import linear
+    from unskew.selection import candidates
+
+    model, fresh, rest = opened.model, opened.fresh, material.stats.kept
+    if rest is not None:  # so that what the sites have held out is new to the heads that they score there
+        note(f"heads are made without what the sites hold out: of the rest the form {rest.form} is known")
+        material = material._replace(stats=replace(rest, parts=material.stats.parts), sites=[])
+    bias = linear(model.classifier).bias is not None
+    auto = wish.calibrator == "auto"
+    names = candidates(material.stats.form, len(material.sites), bias) if auto else [wish.calibrator]
+    made = {name: _made(name, wish, material, model.classifier) for name in names}
+    write_heads(path, model, made, material.stats, fresh)
+    show(f"{path}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
+    answer = f"--heads {path} --out ITS_NAME.answer"
+    show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
+
+
+def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Material) -> None:
+    """Write the model with its new head, or with the best of those that the sites have scored."""
+    from unskew.heads import with_classifier
+    from unskew.heads_file import OLD, program_of, write_model
+    from unskew.models import linear
+    from unskew.programs import exported
+    from unskew.selection import calibrator_of
+
+    model, stats = opened.model, material.stats
+    if wish.heads:
+        name, new = _validated(wish.heads, wish.validate, model, material.mix, stats)
+    else:
+        name, new = plan.wanted.name, _made(wish.calibrator, wish, material, model.classifier)
+    better = with_classifier(model, new).to("cpu")
+    files = f"{len(sent.kept)} file{'s' if len(sent.kept) > 1 else ''}"
+    source = wish.heads or f"{files} and {int(stats.count.sum()):,} examples"
+    program = program_of(better, stats.origin, wish.export_preparation) if wish.export else None
+    if wish.out:
+        told = write_model(wish.out, better, opened.module, name, stats)
+        show(f"{wish.out}: the weights with the head of {name}, from {source}; {told}")
+    if wish.export and program:
+        exported(program.module, program.example, wish.export)
+        show(f"{wish.export}: a torch.export program with the head of {name}, from {source}; {program.takes}")
+    bias = linear(model.classifier).bias is not None
+    if name != OLD and not calibrator_of(name, stats.form, stats.transform, bias).likely:
+        note(f"the logits of {name} rank the classes, but are no log-probabilities: for confidences choose lda or ccvr")
+    if not wish.heads:
+        doubt = "this head" if opened.fresh else "that this head is better than the old one"
+        show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
+
+
+def _called(given: Mapping[str, Any]) -> str:
+    """The options by which others name the same model."""
+    if given["task"]:
+        return f"--task {given['task']}" + (" --trust" if given["trust"] else "")
+    weights = f" --weights {given['weights']}" if given["weights"] else ""
+    return f"--model {given['model']}{weights}" + (f" --classes {given['classes']}" if given["classes"] else "")
 
 
 def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
