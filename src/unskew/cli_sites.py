@@ -71,6 +71,8 @@ def stats(out: Path, send_score: bool, force: bool, **given: Any) -> None:
     with bar("collecting", site.data.examples) as progress:
         found, judgement = collected(site, form, transform, hold_out, values["device"], progress)
     tell_damaged(site)
+    if asked.task is not None:
+        found = replace(found, origin=replace(found.origin, nonce=asked.task.nonce))
     examples = int(found.count.sum())
     if found.held_out is not None and not found.held_out.count.sum() > 0:
         note(f"--hold-out {hold_out} of {examples:,} examples is none: raise it, or leave it out")
