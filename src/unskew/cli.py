@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, T
 from rich.text import Text
 
 from unskew import __version__
+from unskew.cli_keys import key
 from unskew.cli_options import note
 from unskew.cli_server import calibrate
 from unskew.cli_sites import evaluate, inspect_files, stats
@@ -65,7 +66,7 @@ def app() -> None:
     """Federated classifiers that stay accurate when clients' data differ."""
 
 
-for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files):
+for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files, key):
     app.add_command(command)
 
 
