@@ -24,7 +24,8 @@ from unskew import __version__
 from unskew.data import data_folder
 from unskew.dispatch import ladder, left_of, most_lanes, ranks
 from unskew.engine import Engine
-from unskew.errors import UsageError
+from unskew.errors import DataError, UsageError
+from unskew.files import read_json, reading
 from unskew.kernels import fusible
 from unskew.lanes import FORMS, Lanes, precise
 from unskew.results import digest, write_text
@@ -181,7 +182,14 @@ def _remembered(run: Training, precision: str, measure: Callable[[], dict[str, f
 def _read(path: Path) -> dict[str, dict[str, float]]:
     """What the file holds; a file that is damaged counts as none."""
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        return {str(key): {str(name): float(speed) for name, speed in speeds.items()} for key, speeds in held.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        with reading(path):
+            held = {
+                key: {name: float(speed) for name, speed in speeds.items()} for key, speeds in read_json(path).items()
+            }
+    except DataError:
         return {}
+    return {
+        key: speeds
+        for key, speeds in held.items()
+        if "sequential" in speeds and all(0 < speed < math.inf for speed in speeds.values())
+    }

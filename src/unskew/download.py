@@ -20,7 +20,9 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from unskew import limits
 from unskew.errors import DataError, lookup
+from unskew.files import open_regular
 
 Progress = Callable[[int, int | None], None]  # (bytes so far, bytes in all or None when the server doesn't say)
 
@@ -37,7 +39,7 @@ _HASHES: dict[str, Callable[[], Any]] = {
 def checksum_of(path: Path, algorithm: str = "sha256") -> str:
     """Return a file's checksum, written as `fetch` takes it: `md5:...` or `sha256:...`."""
     state = lookup("checksum", algorithm, _HASHES)()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(CHUNK):
             state.update(chunk)
     return f"{algorithm}:{state.hexdigest()}"
@@ -62,10 +64,15 @@ def _extent(response: HTTPResponse, start: int) -> tuple[int, int | None]:
     if response.status == 206:
         span, _, whole = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
         if span.startswith(f"{start}-"):
-            return start, int(whole) if whole.isdecimal() else None
+            return start, _length(whole)
         raise HTTPException(f"asked for the bytes from {start} on, was sent {span or 'an unnamed range'}")
     length = response.headers.get("Content-Length", "")
-    return 0, int(length) if length.isdecimal() else None
+    return 0, _length(length)
+
+
+def _length(text: str) -> int | None:
+    """A length that a server tells, if it can be one."""
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def _receive(url: str, part: Path, progress: Progress | None) -> None:
@@ -78,10 +85,12 @@ def _receive(url: str, part: Path, progress: Progress | None) -> None:
         return _receive(url, part, progress)
     with response:
         done, total = _extent(response, done)
+        limits.check("download", total or 0, url)
         with part.open("ab" if done else "wb") as file:
             while chunk := response.read(CHUNK):
                 file.write(chunk)
                 done += len(chunk)
+                limits.check("download", done, url)
                 if progress is not None:
                     progress(done, total)
     if total is not None and done != total:

@@ -10,28 +10,25 @@ folders, .npz.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import logging
 import math
 import os
 import pickle
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from unskew import images
+from unskew import archives, images, limits
 from unskew.errors import DataError
+from unskew.files import is_memory, read_bytes
 from unskew.preparation import Preparation
 
 Array = npt.NDArray[Any]
@@ -44,8 +41,19 @@ FASHION_CLASSES = (
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 
-# What Python raises on damaged gzip, tar, zip and npy content.
-_DAMAGE = (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
+DOWNLOAD = ". Delete it and download it again."
+
+
+@contextmanager
+def _whole(path: Path, what: str, remedy: str = "") -> Iterator[None]:
+    """Refuse a file that turns out damaged: what is in it can raise anything."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        why = "it needs more memory than there is here" if is_memory(error) else str(error) or type(error).__name__
+        raise DataError(f"{path} {what}: {why}{remedy}") from error
 
 
 _ORDER = 2  # raised when the same folder is read otherwise: as what was kept of it is then no more
@@ -75,7 +83,11 @@ def stratified(y: Array) -> tuple[Array, Array]:
 
 
 def _walk(folder: Path) -> Iterable[Path]:
-    return (Path(where) / name for where, _, names in os.walk(folder) for name in names)
+    count = 0
+    for where, _, names in os.walk(folder):
+        count += len(names)
+        limits.check("folder_entries", count, folder)
+        yield from (Path(where) / name for name in names)
 
 
 def contents(path: Path, inside: str = "", skip: tuple[str, ...] = ()) -> Files:
@@ -85,29 +97,16 @@ def contents(path: Path, inside: str = "", skip: tuple[str, ...] = ()) -> Files:
     compared. `inside` is the archive's outermost folder, which is left out of the names.
     """
     if path.is_dir():
-        found = {file.relative_to(path).as_posix(): file.read_bytes for file in _walk(path)}
+        found = {file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for file in _walk(path)}
         return {name: found[name] for name in sorted(found) if not name.startswith(skip)}
 
     def within(name: str) -> str:
         return name.removeprefix("./").removeprefix(inside + "/")
 
-    held: dict[str, bytes] = {}
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as bundle:
-                for entry in bundle.infolist():
-                    if not entry.is_dir() and not within(entry.filename).startswith(skip):
-                        held[within(entry.filename)] = bundle.read(entry)
-        else:
-            with gzip.open(path) as stream, tarfile.open(fileobj=stream) as tar:
-                for member in tar:
-                    content = tar.extractfile(member) if member.isreg() else None
-                    if content is not None and not within(member.name).startswith(skip):
-                        held[within(member.name)] = content.read()
-                while stream.read(1 << 20):  # gzip compares its checksum at the very end only
-                    pass
-    except _DAMAGE as error:
-        raise DataError(f"{path} is no complete archive: {error}. Delete it and download it again.") from error
+    held = {}
+    with _whole(path, "is no complete archive", DOWNLOAD):
+        for name, content in archives.members(path, lambda name: not within(name).startswith(skip)):
+            held[within(name)] = content
     return {name: partial(held.__getitem__, name) for name in sorted(held)}
 
 
@@ -125,6 +124,7 @@ def _images(files: Files, names: Sequence[str], path: Path, size: int | None) ->
         return images.decoded(files[name], f"{path}: {name}", scaling)
 
     height, width = one(names[0]).shape[:2]
+    limits.check("memory", len(names) * height * width * 3, path)
     stack = np.empty((len(names), height, width, 3), np.uint8)
     coloured = False
     with ThreadPoolExecutor() as pool:
@@ -147,15 +147,8 @@ def _fingerprint(path: Path, size: int | None) -> str:
 
 def _load_npz(path: Path, *keys: str) -> dict[str, Array]:
     """Return those of `keys` that an .npz file holds."""
-    try:
-        with path.open("rb") as raw:  # opened here, since numpy leaves a damaged file open
-            if not zipfile.is_zipfile(raw):
-                raise ValueError("it does not end as one")
-            raw.seek(0)
-            with np.load(raw, allow_pickle=False) as file:
-                return {key: file[key] for key in keys if key in file.files}
-    except _DAMAGE as error:
-        raise DataError(f"{path} is no complete .npz file: {error}") from error
+    with _whole(path, "is no complete .npz file"):
+        return archives.arrays(path, keys)
 
 
 def _cached(path: Path, cache: Path | None, size: int | None, decode: Callable[[], Arrays]) -> Arrays:
@@ -202,12 +195,8 @@ def digits() -> Arrays:
 
 def idx(path: Path, dimensions: int) -> Array:
     """Read one idx file of unsigned bytes, gzipped or not, with so many dimensions."""
-    try:
-        raw = path.read_bytes()
-        if raw.startswith(b"\x1f\x8b"):
-            raw = gzip.decompress(raw)
-    except _DAMAGE as error:
-        raise DataError(f"{path} can't be read: {error}. Delete it and download it again.") from error
+    with _whole(path, "can't be read", DOWNLOAD):
+        raw = archives.gunzipped(path)
     start = 4 + 4 * dimensions
     magic = bytes((0, 0, 8, dimensions))
     if len(raw) < start or raw[:4] != magic:
@@ -250,10 +239,26 @@ class _Restricted(pickle._Unpickler):
         "numpy._core.multiarray._reconstruct": _Pickled,
         "numpy.ndarray": _Pickled,
         "numpy.dtype": _Pickled,
-        "_codecs.encode": lambda text, _="latin1": text.encode("latin1"),  # how Python 3 writes bytes in protocol 2
+    }
+    # An empty array of bytes of any length is made before its content is looked for.
+    dispatch: ClassVar = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
     }
 
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self.left = 2 * len(content)  # bytes to be made of texts: each could be asked for many times
+
+    def encoded(self, text: str, encoding: str = "latin1") -> bytes:
+        """Bytes as Python 3 writes them in protocol 2."""
+        self.left -= len(text)
+        if self.left < 0:
+            raise pickle.UnpicklingError("it unpacks to more than it holds")
+        return text.encode("latin1")
+
     def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" == "_codecs.encode":
+            return self.encoded
         if f"{module}.{name}" not in self.known:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file does")
         return self.known[f"{module}.{name}"]
@@ -266,20 +271,22 @@ def _plain(value: Any) -> Any:
         if kind.arguments[0] not in (b"u1", "u1"):
             raise ValueError(f"expected unsigned bytes, found type {kind.arguments[0]!r}")
         return np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
-    if all(isinstance(entry, bytes) for entry in value):
-        return tuple(entry.decode() for entry in value)
-    return np.array(value, np.int64)
+    if type(value) is not list:
+        raise ValueError(f"expected a list, found {type(value).__name__}")
+    if all(type(entry) is int for entry in value):  # lists in lists could repeat each other without end
+        return np.array(value, np.int64)
+    return tuple(entry.decode() for entry in value)
 
 
 def _unpickle(files: Files, name: str, path: Path, *keys: str) -> list[Any]:
     """Return the values of `keys` in one pickled dictionary."""
     content = _take(files, name, path)
     try:
-        table = _Restricted(io.BytesIO(content), encoding="bytes").load()
+        table = _Restricted(content).load()
         return [_plain(table[key.encode()]) for key in keys]
     except Exception as error:  # a damaged pickle can raise anything
         wanted = ", ".join(keys)
-        raise DataError(f"{path}: {name} is damaged or no CIFAR file with {wanted}: {error!r}") from error
+        raise DataError(f"{path}: {name} is damaged or no CIFAR file with {wanted}: {repr(error)[:300]}") from error
 
 
 def cifar(path: Path, name: str = "cifar10", labels: str = "fine") -> Arrays:
@@ -397,7 +404,9 @@ def class_folders(path: Path, cache: Path | None = None, size: int | None = None
                 raise DataError(f"{path}: class folder {start}{name} holds no image{images.beside(left_out)}")
         for some in left_out:
             logging.getLogger(__name__).warning("%s: left out are %s", path / start, some)
-        own = {file.relative_to(path).as_posix(): file.read_bytes for group in groups for file in group}
+        own = {
+            file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for group in groups for file in group
+        }
         files |= own
         listings.append(_Listing(list(own), np.repeat(np.arange(len(labels)), list(map(len, groups)))))
 

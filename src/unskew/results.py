@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import DataError
+from unskew.files import open_regular, parse_json, read_bytes, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,27 +73,21 @@ def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] |
 
 def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:
     """The tensors and the metadata of a safetensors file, or a refusal that names the file."""
-    with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    from safetensors import safe_open
+
+    from unskew.headers import UNREADABLE, read_header
+
+    with open_regular(path, "memory") as opened:
+        metadata, kinds = read_header(opened, path)
+        with reading(path, UNREADABLE), safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in kinds}, metadata
 
 
 def metadata_of(path: Path) -> dict[str, str]:
     """The metadata alone: no tensor is read."""
-    with _opened(path) as file:
-        return file.metadata() or {}
+    from unskew.headers import header_of
 
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: not a readable safetensors file, or cut short ({error})") from None
+    return header_of(path).metadata
 
 
 def save_sealed(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -140,11 +135,12 @@ def rewrite(path: Path, records: list[Record]) -> None:
 
 def read(path: Path) -> list[Record]:
     """The records of a history; a last line that was cut off by a kill is left out."""
-    *lines, _ = path.read_bytes().split(b"\n")
+    *lines, _ = read_bytes(path, "history").split(b"\n")
     try:
-        records = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise DataError(f"{path}: a line is not a record ({error}); the file is damaged") from None
+        records = [parse_json(line, path, finite=False) for line in lines]
+    except DataError as error:
+        why = str(error).removeprefix(f"{path}: ")
+        raise DataError(f"{path}: a line is not a record ({why}); the file is damaged") from None
     if not all(isinstance(record, dict) and "kind" in record for record in records):
         raise DataError(f"{path}: a line is not a record of a run; the file is damaged")
     return records
