@@ -235,10 +235,13 @@ def inspect_files(files: tuple[Path, ...], sites: Path | None, as_json: bool) ->
 def _show_files(found: Mapping[str, Any]) -> None:
     sites = found["files"]
     scored = ["old head right"] if any(site["right"] is not None for site in sites) else []
-    table = table_of("file", "examples", "classes", "d", "form", "precision", "transform", "size", "held out", *scored)
+    signed = ["signed by"] if any(site["site"] is not None for site in sites) else []
+    table = table_of("file", *signed, "examples", "classes", "d", "form", "precision", "transform", "size", "held out",
+                     *scored)  # fmt: skip
     for site in sites:
         held, right = ("·" if site[name] is None else f"{site[name]:,}" for name in ("held_out", "right"))
-        table.add_row(site["file"], f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
+        by = [site["site"] or "·"] if signed else []
+        table.add_row(site["file"], *by, f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
                       str(site["dimension"]), site["form"], site["precision"], site["transform"], size(site["bytes"]),
                       held, *([right] if scored else []))  # fmt: skip
     show(table)

@@ -37,7 +37,7 @@ from unskew.signing import Key, Signed, is_name, is_nonce, is_signature, signatu
 from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
-from unskew.weights import is_safetensors, put_weights, read_weights, renamed, save_weights
+from unskew.weights import is_safetensors, put_weights, read_weights, renamed
 
 OLD = "old"  # the name of the head that the model has
 MOST_HEADS = 16
@@ -108,8 +108,10 @@ def opened(
 
 def _about(path: Path) -> dict[str, Any]:
     """What stands in the metadata of a calibrated model; nothing, for other weights."""
-    text = metadata_of(path).get("calibrated") if is_safetensors(path) else None
-    damaged = "what it says of its calibration is damaged"
+    metadata = metadata_of(path) if is_safetensors(path) else {}
+    text, damaged = metadata.get("calibrated"), "what it says of its calibration is damaged"
+    if text and "seal" not in metadata:
+        raise DataError(f"{path}: {damaged}: it has no seal; get it again")
     with reading(path, damaged):
         about = parse_json(text, f"{path}: {damaged}") if text else {}
         if not about:
@@ -175,7 +177,7 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     about = {"layer": layer, "classes": linear(model.classifier).out_features, "transform": front, "calibrator": name,
              "examples": int(stats.count.sum()), **_told(stats.origin)}  # fmt: skip
     tree = rejoined(model, module)
-    save_weights(path, tree, {"calibrated": json.dumps(about)})
+    save_sealed(path, tree, {"calibrated": json.dumps(about)})
     own = module.state_dict()
     if front != "identity":
         return f"its classifier stands behind the transform {front}: plain torch needs --export"

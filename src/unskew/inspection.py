@@ -73,7 +73,7 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
         differ = [name for name in ("classes", "dimension", "transform") if getattr(head, name) != getattr(first, name)]
         for name in Origin.__dataclass_fields__:
             if first.origin.contradicts(head.origin, name):
-                differ.append({"weights": "weights behind the features"}.get(name, name))
+                differ.append({"weights": "weights behind the features", "nonce": "task"}.get(name, name))
         if (head.origin.labels is None) != (first.origin.labels is None):
             warnings.append(f"of {path} and {files[0]} only one names its classes: make sure that they mean the same")
         if (head.held_out is None) != (first.held_out is None):
