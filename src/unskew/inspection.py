@@ -7,21 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import DataError
+from unskew.fingerprints import Part, same_data
 from unskew.origin import Origin
+from unskew.signing import Sites, check_signed
 from unskew.statistics import FeatureStats
-from unskew.statistics_file import Head, head_of, load
+from unskew.statistics_file import load
+from unskew.statistics_header import Head, head_of
 
 LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two
 NAMED = 20  # classes in a warning
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
-def inspected(files: Sequence[Path]) -> dict[str, Any]:
-    """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused."""
+def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, Any]:
+    """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused, and
+    those that `sites` have not signed.
+    """
     heads, found, refused = list[Head](), list[FeatureStats](), dict[Path, str]()
     for path in files:
         try:
             head = head_of(path)
+            if sites is not None:
+                check_signed(path, head.signed, sites)
             found.append(load(path, "diagonal" if head.form == "class" else None))
             heads.append(head)
         except DataError as error:
@@ -37,7 +44,12 @@ def inspected(files: Sequence[Path]) -> dict[str, Any]:
     return {
         "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
-        "warnings": [*_of_sorts(files, heads), *_of_counts(files, heads, label, counts), *_of_shape(files, found)],
+        "warnings": [
+            *_of_sorts(files, heads),
+            *_of_copies(files, found),
+            *_of_counts(files, heads, label, counts),
+            *_of_shape(files, found),
+        ],
         "refused": list(refused.values()),
     }
 
@@ -49,8 +61,8 @@ def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
         "precision": head.precision, "transform": head.transform, "held_out": head.held_out,
         "right": head.right,
         "layer": head.origin.layer, "weights": head.origin.weights, "preparation": head.origin.preparation,
-        "inputs": head.origin.inputs, "skewness": stats.skewness, "producer": head.producer,
-        "privacy": None if head.privacy is None else head.privacy._asdict(), "digest": head.digest,
+        "inputs": head.origin.inputs, "nonce": head.origin.nonce, "site": head.site, "parts": len(head.parts) or None,
+        "skewness": stats.skewness, "producer": head.producer, "digest": head.digest,
     }  # fmt: skip
 
 
@@ -61,7 +73,7 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
         differ = [name for name in ("classes", "dimension", "transform") if getattr(head, name) != getattr(first, name)]
         for name in Origin.__dataclass_fields__:
             if first.origin.contradicts(head.origin, name):
-                differ.append({"weights": "weights behind the features"}.get(name, name))
+                differ.append({"weights": "weights behind the features", "nonce": "task"}.get(name, name))
         if (head.origin.labels is None) != (first.origin.labels is None):
             warnings.append(f"of {path} and {files[0]} only one names its classes: make sure that they mean the same")
         if (head.held_out is None) != (first.held_out is None):
@@ -72,17 +84,25 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
             warnings.append(
                 f"{path} is of form {head.form}, {files[0]} of form {first.form}: only what both have is used"
             )
-    met: dict[str, Path] = {}
-    named: dict[str, list[Path]] = {}
-    for path, head in zip(files, heads, strict=True):
-        named.setdefault(head.digest, []).append(path)
-    for path, head in zip(files, heads, strict=True):
-        if head.digest in met:
-            warnings.append(f"{path} is the same as {met[head.digest]}")
-        met.setdefault(head.digest, path)
-        for part in head.parts:
-            held = named.get(part, [])
-            warnings += [f"{other} is a part of the sum {path}: leave one of them out" for other in held]
+    return warnings
+
+
+def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
+    """Files of the same data, and parts of sums that are there themselves or in another sum."""
+    warnings: list[str] = []
+    known: dict[str, list[tuple[Part, Path]]] = {}  # by their counts
+    signers: dict[str, list[Path]] = {}
+    for path, stats in zip(files, found, strict=True):
+        names = dict.fromkeys(own.site for own in stats.parts if own.site)
+        signed = dict.fromkeys(other for name in names for other in signers.get(name, []))
+        warnings += [f"{path} is signed by the same site as {other}: leave one out" for other in signed]
+        others = dict.fromkeys(place for own in stats.parts for part, place in known.get(own.counts, [])
+                               if same_data(part, own))  # fmt: skip
+        warnings += [f"{path} has the same data as {other}, or a part of them: leave one out" for other in others]
+        for own in stats.parts:
+            known.setdefault(own.counts, []).append((own, path))
+        for name in names:
+            signers.setdefault(name, []).append(path)
     return warnings
 
 
