@@ -327,8 +327,8 @@ def _by_function(preparation: Preparation) -> Callable[[Example], Array]:
         return made.detach().cpu().float()
 
     def one(example: Example) -> Array:
-        made = called(example)
-        if next(calls) < CHECKED and not torch.equal(made, called(example)):
+        number, made = next(calls), called(example)
+        if number < CHECKED and not torch.equal(made, called(example)):
             remedy = "leave out what is random, such as flips and random crops"
             raise UsageError(
                 f"preparation is {name!r}, which makes something else of {example.name} each time: {remedy}"

@@ -37,7 +37,7 @@ from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.exchange import Algorithm
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.folder import claim, examine, holds_run, load_round, save_model, save_round
+from unskew.experiments.folder import claim, examine, fitting, holds_run, load_round, save_model, save_round
 from unskew.experiments.parts import (
     Yardstick,
     calibrators_of,
@@ -190,7 +190,7 @@ class _Run:
         with blaming(self.experiment.method):
             start = _start(self.experiment, self.training, self.choice)
         claim(self.experiment, self.out)
-        self.last = load_round(self.checkpoint, self.experiment) if self.checkpoint.exists() else None
+        self.last = self._found()
         reached = self.last.number if self.last else 0
         self.records = _kept(self.records, reached, start, self.history) or [start]
         self.kept = -math.inf, reached
@@ -202,8 +202,14 @@ class _Run:
         told = [self.experiment]
         torch.distributed.broadcast_object_list(told)
         (self.experiment,) = told
-        self.last = load_round(self.checkpoint, self.experiment) if self.checkpoint.exists() else None
+        self.last = self._found()
         torch.distributed.barrier()
+
+    def _found(self) -> Round | None:
+        """The round of the checkpoint, if there is one."""
+        if not self.checkpoint.exists():
+            return None
+        return fitting(self.checkpoint, load_round(self.checkpoint, self.experiment), self.training)
 
     def reached(self, last: Round) -> Record:
         """Score a round and write it down."""
