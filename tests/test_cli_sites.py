@@ -20,7 +20,7 @@ from unskew.cutting import split
 from unskew.heads import ffc
 from unskew.heads_file import opened
 from unskew.statistics import FeatureStats
-from unskew.statistics_file import head_of
+from unskew.statistics_header import head_of
 
 NET = """
 import torch

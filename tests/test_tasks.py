@@ -10,7 +10,7 @@ from commands import unskew
 from pictures import MEAN, STD, folder_of, write_network
 from unskew.errors import DataError, UsageError
 from unskew.preparation import Preparation
-from unskew.statistics_file import head_of
+from unskew.statistics_header import head_of
 from unskew.tasks import Task, file_in, load, placed, save, task_of, with_file
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import json
 import logging
 import os
 import re
@@ -24,16 +23,7 @@ from typing import Any
 
 import click
 from rich import table as drawn
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)  # fmt: skip
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
 from unskew import __version__
@@ -41,9 +31,23 @@ from unskew.cli_options import note
 from unskew.cli_server import calibrate
 from unskew.cli_sites import evaluate, inspect_files, stats
 from unskew.cli_tasks import try_out, write_task
-from unskew.console import Column, Table, report, show, speed, summary, table_of
-from unskew.errors import UnskewError, UsageError, lookup
+from unskew.console import (
+    Column,
+    Table,
+    display,
+    printable,
+    put_json,
+    report,
+    show,
+    speed,
+    summary,
+    table_of,
+    tell,
+    text_column,
+)  # fmt: skip
+from unskew.errors import UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
+from unskew.failures import answered, failed, told
 from unskew.results import Record
 from unskew.specs import defaults_of, without_folders
 from unskew.timetable import Usage
@@ -66,35 +70,13 @@ for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files):
 
 
 def main() -> None:
-    """Run the command line and turn refusals into a message and an exit code."""
+    """Run the command line; `failures` has what becomes of errors."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that knows no arrow shows a question mark
     warnings.showwarning = _noted
     logging.getLogger("unskew").handlers = [_Notes()]
-    try:
-        code = app(prog_name="unskew", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        code = stop.exit_code
-    except click.exceptions.NoArgsIsHelpError as refusal:
-        refusal.show()
-        code = refusal.exit_code
-    except click.ClickException as refusal:
-        code = _failed(refusal.format_message(), refusal.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        code = _failed("stopped")
-    except UsageError as error:
-        code = _failed(_told(error), 2)
-    except BrokenPipeError:  # nobody reads on, as in `unskew run --json | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except (UnskewError, ArithmeticError, OSError) as error:
-        code = _failed(_told(error))
-    except (MemoryError, RuntimeError) as error:
-        if not re.search("out of memory|can't allocate memory", str(error), re.IGNORECASE):
-            raise
-        code = _failed("out of memory: try --engine sequential, a smaller --batch or a smaller --model")
-    sys.exit(code if isinstance(code, int) else 0)
+    sys.exit(answered(lambda: app(prog_name="unskew", standalone_mode=False)))
 
 
 class _Notes(logging.Handler):
@@ -108,19 +90,7 @@ def _noted(
 ) -> None:
     """A warning: ours in one line."""
     text = f"note: {message}" if "unskew" in filename else warnings.formatwarning(message, category, filename, lineno)
-    print(text.rstrip(), file=sys.stderr)
-
-
-def _told(error: BaseException) -> str:
-    """An error in one line, with the file of a system's error first, and where in the training it happened."""
-    plain = isinstance(error, OSError) and error.filename and error.strerror
-    text = f"{error.filename}: {error.strerror}" if plain else str(error)  # type: ignore[attr-defined]
-    return ", ".join([text, *getattr(error, "__notes__", [])])
-
-
-def _failed(message: str, code: int = 1) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code
+    tell(text.rstrip())
 
 
 # ---------------------------------------------------------------------------------------------- run
@@ -251,16 +221,16 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
         if isinstance(error, BrokenPipeError) or not holds_run(out):
             raise
         done = max((record.get("round", 0) for record in records), default=0)
-        reason = "" if isinstance(error, KeyboardInterrupt) else f"{_told(error)}; "
+        reason = "" if isinstance(error, KeyboardInterrupt) else f"{told(error)}; "
         remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}"
         raise click.exceptions.Exit(
-            _failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}")
+            failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}")
         ) from None
     return records
 
 
 def _printed(record: Record) -> Record:
-    print(json.dumps(record), flush=True)
+    put_json(record)
     return record
 
 
@@ -278,14 +248,14 @@ class _Speed(ProgressColumn):
 
 def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[Record]:
     """Pass the records on, with a bar that moves each round."""
-    text = TextColumn("{task.description}"), TextColumn("{task.fields[now]}")
+    text = text_column("{task.description}"), text_column("{task.fields[now]}")
     columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage), text[1])
     with contextlib.ExitStack() as shown:
         for record in records:
             if record["kind"] == "start":  # not earlier: a refusal stands alone
                 if "picked" in record:
-                    print("engine: {engine} ({reason})".format(**record["picked"]), file=sys.stderr, flush=True)
-                progress = shown.enter_context(Progress(*columns, console=Console(stderr=True)))
+                    tell("engine: {engine} ({reason})".format(**record["picked"]))
+                progress = shown.enter_context(display(*columns))
                 task = progress.add_task("training", total=rounds, now="")
             elif record["kind"] == "round":
                 accuracy = f", accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
@@ -295,10 +265,10 @@ def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[R
                 )
                 progress.update(task, completed=record["round"], now=now, description=doing)
                 if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
-                    print(f"round {record['round']} of {rounds}: {now}, {speed(usage)}", file=sys.stderr, flush=True)
+                    tell(f"round {record['round']} of {rounds}: {now}, {speed(usage)}")
             elif record["kind"] in ("calibration", "personal"):
                 done = "calibrated" if record["kind"] == "calibration" else "personal models"
-                progress.update(task, description=f"{done}: {record['name']}")
+                progress.update(task, description=printable(f"{done}: {record['name']}"))
             yield record
 
 
@@ -391,14 +361,8 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
     total = sum(map(len, table.rows.values()))
     results = []
     usage = Usage()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        _Speed(usage),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    named = text_column("{task.description}")
+    with display(named, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage)) as progress:
         task = progress.add_task(name, total=total)
         try:
             for result in filled(table, out, jobs or os.cpu_count() or 1, usage):
@@ -406,13 +370,14 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
                 progress.advance(task)
                 if not progress.console.is_terminal:
                     done = f"{result.row}, seed {result.seed}"
-                    print(f"run {len(results)} of {total}: {done}", file=sys.stderr, flush=True)
+                    tell(f"run {len(results)} of {total}: {done}")
         except KeyboardInterrupt:
             failed = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
-            raise click.exceptions.Exit(_failed(failed)) from None
-    text = markdown(name, table, results)
-    show(text)
-    write_text(write, text)
+            raise click.exceptions.Exit(failed(failed)) from None
+    page = markdown(name, table, results)
+    for line in page.splitlines():
+        show(line, whole=True)
+    write_text(write, page)
     show(f"Written to {write}; the runs are in {out}")
 
 
@@ -459,7 +424,8 @@ def list_names(what: str | None) -> None:
             table.add_row("auto", "", f"In `unskew calibrate`: what did best by measurement, {best}.")
         show(table)
         if kind == "methods":
-            show("\nThey combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
+            show()
+            show("They combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
         show()
 
 
@@ -485,7 +451,7 @@ def partition_table(context: click.Context, /, plot: Path | None, as_json: bool,
     if plot or not as_json:
         plot = label_distribution(counts, labels, plot or Path("runs/partition.png"))
     if as_json:
-        print(json.dumps({"labels": labels, "table": counts.tolist()}))
+        put_json({"labels": labels, "table": counts.tolist()})
         return
     few = data.classes <= FEW
     shown = table_of("client", "examples", *(labels if few else ["classes held", "largest class"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
+from unskew.console import tell
 from unskew.errors import UsageError
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def checked_device(name: str) -> str:
 
 def note(text: str) -> None:
     """Tell something beside the results."""
-    print(f"note: {text}", file=sys.stderr)
+    tell(f"note: {text}")
 
 
 # ---------------------------------------------------------------------------------------------- files

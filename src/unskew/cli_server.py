@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from unskew.models import Split
     from unskew.origin import Origin
     from unskew.statistics import FeatureStats
-    from unskew.statistics_file import Head
+    from unskew.statistics_header import Head
 
 
 @click.command(cls=Lists, epilog=epilog(
@@ -140,7 +140,7 @@ class Sent(NamedTuple):
 
 def _sent(wish: Wish, asked: Asked) -> Sent:
     """The headers of the files, where they are of the task and fit the weights; and which of them are used."""
-    from unskew.statistics_file import head_of
+    from unskew.statistics_header import head_of
 
     known = {path: head_of(path) for path in (*wish.files, *wish.without)}
     kept, removed = _kept(wish.files, wish.without, known)
@@ -240,12 +240,12 @@ class Material(NamedTuple):
 
 def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
-    from unskew.statistics_file import load, save, total_of
+    from unskew.statistics_file import load, save_sum, total_of
 
     with bar("adding", len(sent.kept) + len(sent.removed)) as progress:
         summed = total_of(sent.kept, plan.form, sent.removed, progress)
     if wish.keep:
-        save(summed, wish.keep)
+        save_sum(summed, wish.keep)
         show(f"{wish.keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
         if plan.useful and not wish.propose:
             summed = summed.reduced(plan.useful)

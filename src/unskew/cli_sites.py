@@ -7,7 +7,6 @@ each site answers with `evaluate --heads`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +26,8 @@ from unskew.cli_options import (
     note,
     options,
 )
-from unskew.console import bar, show, size, table_of
-from unskew.errors import DataError, UsageError
+from unskew.console import bar, put_json, show, size, table_of, tell
+from unskew.errors import UsageError
 from unskew.results import write_text
 
 if TYPE_CHECKING:
@@ -71,6 +70,8 @@ def stats(out: Path, send_score: bool, force: bool, **given: Any) -> None:
     with bar("collecting", site.data.examples) as progress:
         found, judgement = collected(site, form, transform, hold_out, values["device"], progress)
     tell_damaged(site)
+    if asked.task is not None:
+        found = replace(found, origin=replace(found.origin, nonce=asked.task.nonce))
     examples = int(found.count.sum())
     if found.held_out is not None and not found.held_out.count.sum() > 0:
         note(f"--hold-out {hold_out} of {examples:,} examples is none: raise it, or leave it out")
@@ -138,9 +139,8 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
         right = {name: part.confusion.diagonal() for name, part in scores.items()}
         write_text(out, answer_of(digest, total, right, bool(hold_out)))
     if as_json:
-        print(json.dumps({name: {"accuracy": score.accuracy, "worst_class": score.worst_class, "examples":
-                                 int(total.sum()), "per_class": [None if v != v else v for v in score.per_class]}
-                          for name, score in scores.items()}))  # fmt: skip
+        put_json({name: {"accuracy": score.accuracy, "worst_class": score.worst_class, "examples": int(total.sum()),
+                         "per_class": list(score.per_class)} for name, score in scores.items()})  # fmt: skip
         return
     table = table_of("head", "accuracy (%)", "worst class (%)", "examples")
     for name, score in scores.items():
@@ -162,11 +162,12 @@ def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
 
     found = inspected(files)
     if as_json:
-        print(json.dumps(found))
+        put_json(found)
     elif found["files"]:
         _show_files(found)
     if found["refused"]:
-        raise DataError("\n       ".join(found["refused"]))
+        tell("error: " + "\n".join(found["refused"]))
+        raise click.exceptions.Exit(1)
 
 
 def _show_files(found: Mapping[str, Any]) -> None:

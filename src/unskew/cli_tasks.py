@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from unskew.cli_options import (
     options,
 )
 from unskew.cli_sites import opened_site, tell_damaged
-from unskew.console import bar, show, size, table_of
+from unskew.console import bar, put_json, show, size, table_of
 from unskew.errors import UsageError
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
         scored = None if last is None else batches_of(last, values["device"], progress)
         trial = trial_of(model, parts, fresh, scored, seed)
     if as_json:
-        print(json.dumps(_plain(trial)))
+        put_json(_plain(trial))
         return
     _show_trial(trial, test, share)
     _show_next(asked, trial)

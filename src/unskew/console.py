@@ -1,24 +1,29 @@
 """What the command line prints for people: tables and sentences made from the records of runs.
 
-A table fits the width that there is without losing anything: text is folded, columns that have no room go on below,
-after the first one again, and where not even that fits each row becomes a list. A number is never cut or folded.
+All that reaches a terminal goes through `printable`: names of classes, files and texts in headers come from other
+people, and some characters act on a terminal instead of being seen. A table fits the width that there is without
+losing anything: text is folded, columns that have no room go on below, after the first one again, and where not even
+that fits each row becomes a list. A number is never cut or folded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import shutil
 import statistics
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box, table as drawn
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from unskew.results import Record
 from unskew.specs import without_folders
@@ -27,6 +32,71 @@ from unskew.timetable import Usage
 PIPE = 160  # columns of what nobody watches, where a table does not need more
 ENDLESS = 100_000
 NARROW = 12  # columns that text keeps at least, if it has so many
+LINE, CELL, HEADING = 8_000, 300, 60  # characters that are shown of a sentence, of a cell and of a heading
+
+# ---------------------------------------------------------------------------------------------- what a terminal gets
+
+
+def printable(text: str, most: int = LINE) -> str:
+    """Text as a terminal may get it, in one line: characters that act instead of being seen are written as escapes,
+    those that reorder or hide others too, and of too many characters the middle is left out.
+
+    >>> printable("\\x1b[31mred\\u202e")
+    '\\\\x1b[31mred\\\\u202e'
+    >>> printable("abcdefghijklmnopqrstuvwxyz", 17)
+    'abc(20 more)xyz'
+    """
+    if len(text) > most:
+        side = max((most - 11) // 2, 1)
+        text = f"{text[:side]}({len(text) - 2 * side:,} more){text[-side:]}"
+    if text.isprintable():
+        return text
+    return "".join(one if _is_seen(one) else one.encode("unicode_escape").decode() for one in text)
+
+
+def _is_seen(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # spaces of all widths
+
+
+def tell(text: str) -> None:
+    """Print beside the results, on standard error; what follows a line's end is indented, so that no name that has one
+    can pass for a message.
+    """
+    print("\n  ".join(map(printable, text.split("\n"))), file=sys.stderr, flush=True)
+
+
+def put_json(value: Any) -> None:
+    """Print a value as a line of JSON, which has no numbers that are not finite: they become null."""
+    print(json.dumps(_finite(value), allow_nan=False), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def display(*columns: ProgressColumn, quiet: bool = False) -> Progress:
+    """Bars on standard error, if that is a terminal or not; brackets and colons in their texts mean nothing."""
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    return Progress(*columns, console=console, disable=quiet)
+
+
+def text_column(shown: str) -> TextColumn:
+    """A column of a bar that shows a text as it is."""
+    return TextColumn(shown, markup=False)
+
+
+@contextlib.contextmanager
+def bar(what: str, total: int | None, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; gives what moves it."""
+    columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with display(*columns, quiet=quiet or not sys.stderr.isatty()) as progress:
+        task = progress.add_task(printable(what, HEADING), total=total)
+        yield lambda count: progress.advance(task, count)
+
 
 # ---------------------------------------------------------------------------------------------- tables
 
@@ -59,14 +129,21 @@ def table_of(first: str, *columns: str, title: str | None = None) -> Table:
 
 
 def show(thing: str | Table = "", whole: bool = False) -> None:
-    """Print for people; brackets and colons in names mean nothing special. A pipe gets its lines whole, and a terminal
-    those that are to be copied, such as commands.
+    """Print a table, or one line, for people; brackets and colons in names mean nothing special. A pipe gets its lines
+    whole, and a terminal those that are to be copied, such as commands.
     """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not whole else None
-    for part in parts_of(thing, width) if isinstance(thing, Table) else [thing]:
+    for part in parts_of(_cleaned(thing), width) if isinstance(thing, Table) else [printable(thing)]:
         text = isinstance(part, str)
         console = Console(highlight=False, markup=False, emoji=False, width=width if text and width else ENDLESS)
         console.print(part, soft_wrap=text and not width)
+
+
+def _cleaned(table: Table) -> Table:
+    """A table of texts that a terminal may get, none of them overlong."""
+    columns = [Column(printable(name, HEADING), number) for name, number in table.columns]
+    title = None if table.title is None else printable(table.title)
+    return Table(columns, title, [tuple(printable(cell, CELL) for cell in row) for row in table.rows])
 
 
 def parts_of(table: Table, width: int | None) -> list[drawn.Table | str]:
@@ -90,22 +167,21 @@ def _outer(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * len(widths) + 1
 
 
-def _lines(table: Table, place: int) -> list[str]:
-    cells = [table.columns[place].name, *(row[place] for row in table.rows)]
-    return [line for cell in cells for line in cell.split("\n")] or [""]
+def _cells(table: Table, place: int) -> list[str]:
+    return [table.columns[place].name, *(row[place] for row in table.rows)]
 
 
 def _most(table: Table, place: int) -> int:
     """The width that a column has where nothing is folded."""
-    return max(map(cell_len, _lines(table, place)))
+    return max(map(cell_len, _cells(table, place)))
 
 
 def _least(table: Table, place: int) -> int:
     """The width that a column needs: of a number all of it, of text and of headings a part, since they are folded."""
-    words = [word for line in _lines(table, place) for word in line.split()] or [""]
+    words = [word for cell in _cells(table, place) for word in cell.split()] or [""]
     least = min(max(map(cell_len, words)), NARROW)
     if table.columns[place].number:
-        least = max([least, *(cell_len(line) for row in table.rows for line in row[place].split("\n"))])
+        least = max([least, *(cell_len(row[place]) for row in table.rows)])
     return max(least, 1)
 
 
@@ -134,16 +210,6 @@ def _listed(table: Table) -> str:
         lines += ["", f"{names[0]} {row[0]}".strip()]
         lines += [f"  {name}: {cell}" for name, cell in zip(names[1:], row[1:], strict=True)]
     return "\n".join([*lines, ""])
-
-
-@contextlib.contextmanager
-def bar(what: str, total: int | None, quiet: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; gives what moves it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 # ---------------------------------------------------------------------------------------------- a run
@@ -186,7 +252,7 @@ def speed(usage: Usage) -> str:
 
 
 def _calibrations(made: list[Record]) -> Table:
-    table = table_of("calibration", "accuracy (%)", "worst class (%)", "each client\nsends", "seconds")
+    table = table_of("calibration", "accuracy (%)", "worst class (%)", "each client sends", "seconds")
     for record in made:
         sent = record["bytes_per_client"]
         table.add_row(

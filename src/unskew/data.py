@@ -22,6 +22,7 @@ from torch import Tensor
 from unskew import readers
 from unskew.download import Progress, fetch
 from unskew.errors import DataError, UsageError, lookup
+from unskew.results import cache_folder
 
 Values = Tensor | npt.NDArray[Any]
 
@@ -303,7 +304,7 @@ KNOWN: dict[str, Known] = {known.name: known for known in _KNOWN}
 
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder that data sets lie in: `folder`, or else $UNSKEW_DATA, or else ~/.cache/unskew."""
-    return Path(folder or os.environ.get("UNSKEW_DATA") or "~/.cache/unskew").expanduser()
+    return Path(folder).expanduser() if folder else cache_folder()
 
 
 def _find(known: Known, folder: Path, download: bool, progress: Progress | None) -> list[Path]:

@@ -128,26 +128,20 @@ def bar(description: str) -> Iterator[Progress]:
 
     `with bar("cifar10") as progress: fetch(url, path, progress=progress)`
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress as Display,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    display = Display(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-    task = display.add_task(description, total=None)
+    from unskew.console import display, printable, text_column
+
+    columns = (text_column("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    shown = display(*columns, TimeRemainingColumn())
+    task = shown.add_task(printable(description), total=None)
 
     def progress(done: int, total: int | None) -> None:
-        display.start()  # with the first bytes: nothing is drawn where nothing is fetched
-        display.update(task, completed=done, total=total)
+        shown.start()  # with the first bytes: nothing is drawn where nothing is fetched
+        shown.update(task, completed=done, total=total)
 
     try:
         yield progress
     finally:
-        if display.live.is_started:
-            display.stop()
+        if shown.live.is_started:
+            shown.stop()

@@ -5,7 +5,6 @@ heads get right.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,13 +16,15 @@ from unskew.collecting import collect, holding_out
 from unskew.errors import DataError, UsageError
 from unskew.evaluate import Scores, scored
 from unskew.inputs import each
+from unskew.limits import amount
 from unskew.models import evaluating, linear
 from unskew.opening import Site
 from unskew.origin import Origin
 from unskew.plausibility import Judgement, Watch, judged
 from unskew.running import Runner
 from unskew.statistics import FORMS, FeatureStats
-from unskew.statistics_file import PRECISIONS, kinds_of, size_of
+from unskew.statistics_file import size_of
+from unskew.statistics_header import PRECISIONS, kinds_of
 
 Progress = Callable[[int], None]  # is told of so many examples that have gone by
 
@@ -118,10 +119,9 @@ def bytes_in(text: str) -> int:
     >>> bytes_in("10MB"), bytes_in("500 kB"), bytes_in("1MiB")
     (10000000, 500000, 1048576)
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*(|k|M|G)(i?)B?\s*", text, re.IGNORECASE)
     try:
-        if found is None:
-            raise ValueError
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmg".index(found[2].lower() or " "))
+        if "%" in text:
+            raise ValueError(text)
+        return amount(text)
     except ValueError:
         raise UsageError(f"budget is {text!r}: give a size such as 500kB or 10MB") from None

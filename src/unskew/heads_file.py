@@ -23,6 +23,7 @@ from unskew.cutting import rejoined, split
 from unskew.endings import is_linear
 from unskew.errors import DataError, UsageError
 from unskew.features import ended
+from unskew.fingerprints import Part
 from unskew.foreign import brings_weights, libraries, load_module
 from unskew.heads import behind, plain
 from unskew.inputs import parsed, stand_in
@@ -260,7 +261,7 @@ def write_heads(
         if layer.bias is not None:
             tree[f"{name}/bias"] = layer.bias
         fronts[name] = front_of(head)
-    origin = {"weights": weights_digest(model), "statistics": digest(sorted(stats.parts))}
+    origin = {"weights": weights_digest(model), "statistics": digest(sorted(part.digest for part in stats.parts))}
     save_sealed(path, tree, {"heads": json.dumps(fronts), **origin, "data": json.dumps(_told(stats.origin))})
 
 
@@ -273,7 +274,7 @@ def known_of_heads(path: Path) -> Known:
         raise DataError(f"{path}: holds no heads, or damaged ones ({error}); {PROPOSE}") from None
 
 
-def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> tuple[dict[str, nn.Module], str]:
+def read_heads(path: Path, model: Split, parts: Iterable[Part] | None = None) -> tuple[dict[str, nn.Module], str]:
     """The candidate heads of a file, the old one first if there is one, and its digest; refused if they are not for
     this model, or were not made from the statistics of these `parts`.
     """
@@ -283,7 +284,7 @@ def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> 
     if metadata["weights"] != weights_digest(model):
         raise DataError(f"{path}: heads for a model with other weights: give the weights that the statistics were "
                         "collected with")  # fmt: skip
-    if parts is not None and metadata["statistics"] != digest(sorted(parts)):
+    if parts is not None and metadata["statistics"] != digest(sorted(part.digest for part in parts)):
         raise DataError(f"{path}: heads made from other statistics: give the --stats and --without of --propose")
     found: dict[str, nn.Module] = {}
     try:

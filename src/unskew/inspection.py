@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import DataError
+from unskew.fingerprints import Part, copies
 from unskew.origin import Origin
 from unskew.statistics import FeatureStats
-from unskew.statistics_file import Head, head_of, load
+from unskew.statistics_file import load
+from unskew.statistics_header import Head, head_of
 
 LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two
 LEANING = 1.0  # skewness from which features are far from Gaussian
@@ -37,7 +39,12 @@ def inspected(files: Sequence[Path]) -> dict[str, Any]:
     return {
         "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
-        "warnings": [*_of_sorts(files, heads), *_of_counts(files, heads, label, counts), *_of_shape(files, found)],
+        "warnings": [
+            *_of_sorts(files, heads),
+            *_of_copies(files, found),
+            *_of_counts(files, heads, label, counts),
+            *_of_shape(files, found),
+        ],
         "refused": list(refused.values()),
     }
 
@@ -49,8 +56,8 @@ def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
         "precision": head.precision, "transform": head.transform, "held_out": head.held_out,
         "right": head.right,
         "layer": head.origin.layer, "weights": head.origin.weights, "preparation": head.origin.preparation,
-        "inputs": head.origin.inputs, "skewness": stats.skewness, "producer": head.producer,
-        "privacy": None if head.privacy is None else head.privacy._asdict(), "digest": head.digest,
+        "inputs": head.origin.inputs, "nonce": head.origin.nonce, "site": head.site, "parts": len(head.parts) or None,
+        "skewness": stats.skewness, "producer": head.producer, "digest": head.digest,
     }  # fmt: skip
 
 
@@ -72,14 +79,18 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
             warnings.append(
                 f"{path} is of form {head.form}, {files[0]} of form {first.form}: only what both have is used"
             )
-    met: dict[str, Path] = {}
-    for path, head in zip(files, heads, strict=True):
-        if head.digest in met:
-            warnings.append(f"{path} is the same as {met[head.digest]}")
-        met.setdefault(head.digest, path)
-        for part in head.parts:
-            held = [other for other, own in zip(files, heads, strict=True) if own.digest == part]
-            warnings += [f"{other} is a part of the sum {path}: leave one of them out" for other in held]
+    return warnings
+
+
+def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
+    """Files of the same data, and parts of sums that are there themselves or in another sum."""
+    warnings: list[str] = []
+    met: list[tuple[Part, Path]] = []
+    for path, stats in zip(files, found, strict=True):
+        twice = {mine for mine, _ in copies([part for part, _ in met], stats.parts)}
+        others = dict.fromkeys(place for part, place in met if part in twice)
+        warnings += [f"{path} has the same data as {other}, or a part of them: leave one out" for other in others]
+        met += [(part, path) for part in stats.parts]
     return warnings
 
 

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 Record = dict[str, Any]  # a line of a run's history: plain values only
 
 
+def cache_folder() -> Path:
+    """Where Unskew keeps what it can make or fetch again: $UNSKEW_DATA, or else ~/.cache/unskew."""
+    return Path(os.environ.get("UNSKEW_DATA") or "~/.cache/unskew").expanduser()
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Give a temporary path beside `path`, and rename it to `path` if the block succeeds."""
