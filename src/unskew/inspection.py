@@ -9,6 +9,7 @@ from typing import Any
 from unskew.errors import DataError
 from unskew.fingerprints import Part, copies
 from unskew.origin import Origin
+from unskew.signing import Sites, check_signed
 from unskew.statistics import FeatureStats
 from unskew.statistics_file import load
 from unskew.statistics_header import Head, head_of
@@ -17,12 +18,16 @@ LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, 
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
-def inspected(files: Sequence[Path]) -> dict[str, Any]:
-    """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused."""
+def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, Any]:
+    """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused, and
+    those that `sites` have not signed.
+    """
     heads, found, refused = list[Head](), list[FeatureStats](), dict[Path, str]()
     for path in files:
         try:
             head = head_of(path)
+            if sites is not None:
+                check_signed(path, head.signed, sites)
             found.append(load(path, "diagonal" if head.form == "class" else None))
             heads.append(head)
         except DataError as error:
@@ -87,6 +92,8 @@ def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str
     warnings: list[str] = []
     met: list[tuple[Part, Path]] = []
     for path, stats in zip(files, found, strict=True):
+        signed = [other for part, other in met if part.site and part.site in {own.site for own in stats.parts}]
+        warnings += [f"{path} is signed by the same site as {other}: leave one out" for other in signed]
         twice = {mine for mine, _ in copies([part for part, _ in met], stats.parts)}
         others = dict.fromkeys(place for part, place in met if part in twice)
         warnings += [f"{path} has the same data as {other}, or a part of them: leave one out" for other in others]

@@ -13,12 +13,12 @@ import hashlib
 import os
 import re
 import secrets
-import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew.errors import DataError, UsageError
+from unskew.files import read_bytes
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # of whoever signs
 KINDS = ("statistics", "sum", "answer", "heads")
@@ -162,15 +162,7 @@ def _no_key(path: Path, kind: str, why: str) -> DataError:
 
 
 def _content(path: Path) -> bytes:
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise DataError(f"{path}: not a file, but a key is one")
-        with path.open("rb") as file:
-            content = file.read(MOST_KEY + 1)
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror})") from None
+    content = read_bytes(path, "text")
     if len(content) > MOST_KEY:
         raise DataError(f"{path}: larger than {MOST_KEY:,} bytes, so it is no key")
     return content
@@ -230,6 +222,19 @@ def check_signed(path: Path, signed: Signed, sites: Sites) -> None:
         f"{path}: the signature is not {signed.site}'s of this {signed.kind}: made for another file, another kind of "
         f"file, another task, or with another key than that of {sites.where}"
     )
+
+
+def check_senders(files: Iterable[tuple[Path, Signed]], sites: Sites) -> None:
+    """Refuse files that are not all signed by sites, each of which sends one."""
+    met: dict[str, Path] = {}
+    for path, signed in files:
+        check_signed(path, signed, sites)
+        assert signed.site is not None
+        if signed.site in met:
+            raise DataError(
+                f"{path}: a second {signed.kind} of {signed.site}, beside {met[signed.site]}: leave one of them out"
+            )
+        met[signed.site] = path
 
 
 def _fits(key: bytes, signature: bytes, text: bytes) -> bool:

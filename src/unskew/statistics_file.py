@@ -161,7 +161,7 @@ def _total(
     for path, sign, summed in files:
         with Reader(path) as file:
             head = read_head(file)
-            _check_role(path, head, summed)
+            check_role(path, head, summed)
             if sign < 0 and head.digest not in [part.digest for part, _ in held]:
                 raise DataError(f"{path}: no part of the sum, so it can't be taken out: leave it out of --without")
             wanted = form or head.form
@@ -177,8 +177,7 @@ def _total(
                 raise DataError(f"{path}: {error} (the first file was {start})") from None
             own = _pour(file, head, total, sign)
         if sign > 0:
-            if path not in accept:
-                _check_new(path, own, held)
+            _check_new(path, own, held, path in accept)
             held += [(part, path) for part in own]
         else:
             held.remove(next(each for each in held if each[0].digest == head.digest))
@@ -190,7 +189,7 @@ def _total(
     return replace(total, parts=tuple(part for part, _ in held))
 
 
-def _check_role(path: Path, head: Head, summed: bool | None) -> None:
+def check_role(path: Path, head: Head, summed: bool | None) -> None:
     """Refuse a sum where a site's own file is wanted, and the other way round."""
     if summed is False and head.parts:
         raise DataError(
@@ -201,9 +200,12 @@ def _check_role(path: Path, head: Head, summed: bool | None) -> None:
         raise DataError(f"{path}: a site's own file, not a sum: give it by --stats")
 
 
-def _check_new(path: Path, own: Sequence[Part], held: Sequence[tuple[Part, Path]]) -> None:
-    """Refuse data that are in the sum already, in whatever precision and form."""
-    for mine, _ in copies([part for part, _ in held], own):
+def _check_new(path: Path, own: Sequence[Part], held: Sequence[tuple[Part, Path]], accepted: bool) -> None:
+    """Refuse a site that is in the sum already; and its data, in whatever precision and form, unless accepted."""
+    for part, other in held:
+        if part.site is not None and part.site in {mine.site for mine in own}:
+            raise DataError(f"{path}: signed by {part.site}, whose statistics {other} has already: leave one out")
+    for mine, _ in [] if accepted else copies([part for part, _ in held], own):
         other = next(place for part, place in held if part == mine)
         inside = ", or as a part of it" if len(own) > 1 or any(place == other for _, place in held[1:]) else ""
         raise DataError(

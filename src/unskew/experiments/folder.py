@@ -13,17 +13,19 @@ Files of tensors are sealed: one with a changed bit is refused.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from unskew import limits
 from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.exchange import Client
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.parts import own_model, settled_like
+from unskew.files import parse_json, read_json, reading
 from unskew.heads import plain
 from unskew.methods import skeleton
 from unskew.models import Split, build, linear, linear_of
@@ -46,9 +48,9 @@ def stored(out: Path) -> Experiment:
     """The experiment that a folder belongs to."""
     path = out / "experiment.json"
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        values = None
+        values = read_json(path)
+    except DataError as error:
+        raise DataError(f"{path}: not an experiment; the file is damaged ({error})") from None
     if not isinstance(values, dict):
         raise DataError(f"{path}: not an experiment; the file is damaged")
     return Experiment.of(values, str(path))
@@ -110,9 +112,14 @@ def load_round(path: Path, experiment: Experiment) -> Round:
         tree, metadata = load_sealed(path)
     except DataError as error:
         raise DataError(f"{error}. Remove it, and the run begins again at round 1") from None
-    if metadata["experiment"] != experiment.digest:
+    if metadata.get("experiment") != experiment.digest:
         raise DataError(f"{path}: the checkpoint of another experiment")
-    about = json.loads(metadata["round"])
+    with reading(path, "a damaged checkpoint; remove it, and the run begins again at round 1"):
+        return _round(tree, parse_json(metadata["round"], path, finite=False), experiment)
+
+
+def _round(tree: Tree, about: Record, experiment: Experiment) -> Round:
+    """The state of training that stands in a checkpoint."""
     clients = {id: Client(under(f"own/{id}", tree), under(f"memory/{id}", tree)) for id in about.pop("clients")}
     params, state = (each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state"))
     return Round(params=params, state=state, clients=clients, cohort=tuple(about.pop("cohort")), **about)
@@ -133,22 +140,46 @@ def save_model(path: Path, model: Split, experiment: Experiment, data: Dataset) 
     save_sealed(path, model.state_dict(), {"unskew": json.dumps(about)})
 
 
-def load_model(path: str | Path) -> Split:
+def load_model(path: str | Path, trust: bool = False) -> Split:
     """A model that a run has written, in eval mode.
 
     It takes what `batches` gives: pixel values / 255, less the mean, over the standard deviation of the training
-    images.
+    images. A file can name code that makes its network, file.py:function; that is run only where whoever wrote the
+    file is trusted.
     """
     tree, metadata = load_sealed(Path(path))
     if "unskew" not in metadata:
         raise DataError(f"{path}: not a model of a run; model.safetensors and calibrated-*.safetensors are")
-    about = json.loads(metadata["unskew"])
+    about = parse_json(metadata["unskew"], path)
+    with reading(path, "what it says of its network is damaged"):
+        model = _skeleton(path, about, tree, trust)
+        return _filled(path, model, about, tree)
+
+
+def _skeleton(path: str | Path, about: Record, tree: Tree, trust: bool) -> Split:
+    """The network of a file, with any weights; its sizes are compared with those of the file before it is made."""
     name, sizes = about["network"], (about["classes"], about["channels"], about["size"])
     if is_own(name):
+        if not trust:
+            raise UsageError(
+                f"{path} names code that would run here: {name}. Read it; if you trust whoever wrote that, add "
+                "trust=True"
+            )
+        limits.check("inputs", math.prod(about["shape"]), path)
         model = own_model(name, torch.Generator(), torch.zeros(1, *about["shape"]), *sizes)
     else:
+        held = sum(value.numel() for value in tree.values())
+        with torch.device("meta"):  # where it takes no memory
+            wanted = sum(value.numel() for value in build(name, *sizes, about["norm"]).features.parameters())
+        if wanted > held:
+            raise DataError(f"{path}: it holds {held:,} numbers, but {name} for {sizes} would have {wanted:,} or more")
+        limits.check("classes", about["classes"], path)
         model = build(name, *sizes, about["norm"])
-    model = skeleton(about["method"], model)
+    return skeleton(about["method"], model)
+
+
+def _filled(path: str | Path, model: Split, about: Record, tree: Tree) -> Split:
+    """A network with the weights of a file."""
     layer = linear(model.classifier) if about["normalised"] else plain(model.classifier)
     if about["transforms"]:
         front = Transform("+".join(about["transforms"]), layer.in_features)
@@ -160,5 +191,7 @@ def load_model(path: str | Path) -> Split:
     try:
         model.load_state_dict(tree)
     except RuntimeError as error:
-        raise DataError(f"{path}: its weights do not fit {name}, which has changed since: {error}") from None
+        raise DataError(
+            f"{path}: its weights do not fit {about['network']}, which has changed since: {error}"
+        ) from None
     return model.eval()
