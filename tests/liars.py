@@ -1,5 +1,5 @@
-"""Sites that lie, and honest ones that are odd: the statistics of digits' features, cut over sites, and what can be done
-to a site's file. `tests/test_doubts.py` and `benchmarks/robust.py` share it.
+"""Sites that lie, and honest ones that are odd: the statistics of digits' features, cut over sites, and what can be
+done to a site's file. `tests/test_doubts.py` and `benchmarks/robust.py` share it.
 """
 
 from dataclasses import replace
@@ -104,9 +104,7 @@ def inflated(stats: FeatureStats, factor: float) -> FeatureStats:
     """The moments of examples that are counted so many times."""
     cubes = None if stats.cubes is None else factor * stats.cubes
     held = None if stats.held_out is None else inflated(stats.held_out, factor)
-    return replace(
-        stats, count=factor * stats.count, scatter=factor * stats.scatter, cubes=cubes, held_out=held
-    )
+    return replace(stats, count=factor * stats.count, scatter=factor * stats.scatter, cubes=cubes, held_out=held)
 
 
 def shifted(stats: FeatureStats, by: float) -> FeatureStats:
@@ -114,22 +112,32 @@ def shifted(stats: FeatureStats, by: float) -> FeatureStats:
     centre = stats.count @ stats.mean / stats.count.sum()
     way = torch.randn(stats.dimension, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     move = by * centre.norm() * way / way.norm()
-    held = None if stats.held_out is None else replace(
-        stats.held_out, mean=stats.held_out.mean + (stats.held_out.count > 0)[:, None] * move
+    held = (
+        None
+        if stats.held_out is None
+        else replace(stats.held_out, mean=stats.held_out.mean + (stats.held_out.count > 0)[:, None] * move)
     )
     return replace(stats, mean=stats.mean + (stats.count > 0)[:, None] * move, held_out=held)
 
 
 def beyond_held_out(stats: FeatureStats) -> FeatureStats:
     """A held-out part whose moments are larger than those of the whole."""
-    held = stats.reduced("pooled") if stats.form in ("class", "pooled") else FeatureStats.zero(
-        CLASSES, stats.dimension, "pooled", stats.transform
+    held = (
+        stats.reduced("pooled")
+        if stats.form in ("class", "pooled")
+        else FeatureStats.zero(CLASSES, stats.dimension, "pooled", stats.transform)
     )
     count = (stats.count / 2).floor()
     eye = 100 * torch.eye(stats.dimension, dtype=torch.float64) * stats.count.sum()
     held = replace(
-        held, count=count, mean=stats.mean * (count > 0)[:, None], scatter=pack(eye), cubes=None, held_out=None,
-        parts=(), right=None,
+        held,
+        count=count,
+        mean=stats.mean * (count > 0)[:, None],
+        scatter=pack(eye),
+        cubes=None,
+        held_out=None,
+        parts=(),
+        right=None,
     )
     return replace(stats, held_out=held)
 
@@ -148,9 +156,7 @@ LIES = {  # (features, rows of the site, form, transform) -> what it sends
     "divided by 255 twice": lambda f, r, *kind: stats_of(f, r, *kind, pixels=f.pixels[r] / 255),
     "two classes swapped": lambda f, r, *kind: stats_of(f, r, *kind, labels=swapped(f, r, *commonest(f, r))),
     "classes shifted by one": lambda f, r, *kind: stats_of(f, r, *kind, labels=(f.y[r] + 1) % CLASSES),
-    "half of a class under another": lambda f, r, *kind: stats_of(
-        f, r, *kind, labels=_partly(f, r, *commonest(f, r))
-    ),
+    "half of a class under another": lambda f, r, *kind: stats_of(f, r, *kind, labels=_partly(f, r, *commonest(f, r))),
     "x 1e13": lambda f, r, *kind: scaled(stats_of(f, r, *kind), 1e13),
     "features x 3": lambda f, r, *kind: scaled(stats_of(f, r, *kind), 3.0),
     "features x -1": lambda f, r, *kind: scaled(stats_of(f, r, *kind), -1.0),
@@ -185,9 +191,7 @@ def brightness(found: Features, rows, *kind, factor=0.6, offset=0.15) -> Feature
 def noisy(found: Features, rows, *kind, noise=0.2) -> FeatureStats:
     """A site whose camera is worse."""
     draw = torch.Generator().manual_seed(0)
-    return stats_of(
-        found, rows, *kind, pixels=found.pixels[rows] + noise * torch.randn(len(rows), 64, generator=draw)
-    )
+    return stats_of(found, rows, *kind, pixels=found.pixels[rows] + noise * torch.randn(len(rows), 64, generator=draw))
 
 
 def accuracy(found: Features, head: nn.Module) -> float:

@@ -35,9 +35,11 @@ SPREAD = 20.0  # times as varied, or as little: refused
 DISTANCE = 2.5  # of the largest squared distance between two classes: refused
 TAKEN = 0.75  # of the way from one class to another: its examples are taken for the other's
 SURE = 4.0  # standard deviations by which that must be beyond the middle
+MANY = 3  # classes whose examples are taken for others': refused
 NEGATIVE = 0.01  # of the squared length: how much of a mean may be negative where others' are not
 DRIFT = 6.0  # times what chance would do, and what the other sites have: told
 GIANT = 1000.0  # times the examples of all other sites together: refused
+ROUNDED = 1e-7  # relative: what a sum may be rounded by when something was taken out
 ENOUGH = 5  # examples, or sites, for something to be sure
 CENTRAL = 0.4  # of the weight is trimmed at either end
 
@@ -47,7 +49,7 @@ class Comparison(NamedTuple):
 
     scale: float | None  # None where there is nothing to compare
     spread: float | None
-    classes: dict[int, float]  # scale of each class, where its scatter is known
+    scales: dict[int, float]  # of each class, where its scatter is known
     distance: dict[int, float]  # of each class mean
     taken: dict[tuple[int, int], tuple[float, float]]  # of (class, other): place on the way, standard deviation
     drift: float | None
@@ -83,6 +85,19 @@ def doubts_about(sites: Sequence[FeatureStats]) -> list[Doubt]:
     return doubts_of([summary_of(site, f"site {number}") for number, site in enumerate(sites)])
 
 
+def check_sum(total: FeatureStats, removed: bool) -> None:
+    """Check a sum again, once all is added and taken out: it must be the moments of some examples too."""
+    name = "the sum of the files" + (" less those of --without" if removed else "")
+    if removed:  # which alone can leave what is not semidefinite; adding can't
+        from unskew.statistics_file import check
+
+        check(total, name)
+    summary = summary_of(total, name, ROUNDED)
+    check_plausible([doubt for doubt in summary.doubts if doubt.what != "rank"], ())
+    if float(total.count.sum()) > 2**53 or (total.right is not None and total.right < 0):
+        raise DataError(f"{name}: it counts {float(total.count.sum()):g} examples, {total.right} of them right")
+
+
 def check_plausible(doubts: Sequence[Doubt], accepted: Sequence[str], labels: tuple[str, ...] | None = None) -> None:
     """Refuse what is doubted, unless the site is accepted; what no data can be can't be accepted."""
     serious = [doubt for doubt in doubts if doubt.severity == IMPOSSIBLE]
@@ -105,7 +120,7 @@ def _beside(sites: Sequence[Summary], suspects: Collection[str]) -> list[Doubt]:
     trusted = [site for site in sites if site.site not in suspects]
     trusted = trusted if len(trusted) > 1 else list(sites)
     among = list(comparisons(trusted))
-    found = []
+    found: list[Doubt] = []
     for number, (site, comparison) in enumerate(zip(trusted, among, strict=True)):
         found += _judged(site, comparison, among[:number] + among[number + 1 :])
     for site in sites:
@@ -120,7 +135,7 @@ def _beside(sites: Sequence[Summary], suspects: Collection[str]) -> list[Doubt]:
 
 def comparisons(sites: Sequence[Summary]) -> Iterator[Comparison]:
     """Each site beside the others."""
-    counts = torch.stack([site.count for site in sites])
+    counts = torch.stack([site.counts for site in sites])
     positive = [_negative(site) <= 1e-12 for site in sites]
     for number, (site, reference) in enumerate(zip(sites, _references(sites, counts), strict=True)):
         lone = len(sites) > 2 and all(positive[:number]) and all(positive[number + 1 :]) and site.mean.shape[1] >= 8
@@ -131,7 +146,7 @@ def _references(sites: Sequence[Summary], counts: Tensor) -> Iterator[Reference]
     """What the others of each site have in common. Where many have a class, it is what all have, the site among them:
     one of many moves a trimmed mean by nothing that matters.
     """
-    classes, dimension = sites[0].mean.shape
+    classes = len(sites[0].mean)
     shared, weight = torch.zeros_like(sites[0].mean), counts.new_zeros(classes)
     few: dict[int, list[int]] = {}
     for label in range(classes):
@@ -140,7 +155,7 @@ def _references(sites: Sequence[Summary], counts: Tensor) -> Iterator[Reference]
             shared[label], weight[label] = _central([sites[k].mean[label] for k in have], counts[have, label])
         else:
             few[label] = have
-    variances = _variances(sites, counts)
+    spread = variances(sites, counts)
     traces = _class_traces(sites, counts)
     for number in range(len(sites)):
         centre, worth = shared.clone(), weight.clone()
@@ -148,7 +163,7 @@ def _references(sites: Sequence[Summary], counts: Tensor) -> Iterator[Reference]
             rest = [k for k in have if k != number]
             if rest:
                 centre[label], worth[label] = _central([sites[k].mean[label] for k in rest], counts[rest, label])
-        yield Reference(centre, worth, variances[number], traces)
+        yield Reference(centre, worth, spread[number], traces)
 
 
 def _central(values: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,7 +172,7 @@ def _central(values: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
     return trimmed_mean(torch.stack(list(values)), weight, CENTRAL), weight.sum() ** 2 / (weight**2 / counts).sum()
 
 
-def _variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
+def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
     """The variance of each feature within classes, (d,), as the others of each site have it. Where no scatter is known,
     from how far the sites' means lie apart, the same for all features.
     """
@@ -166,7 +181,9 @@ def _variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
     dimension = sites[0].mean.shape[1]
 
     def variance(of: Sequence[int]) -> Tensor:
-        return _central([sites[k].squares / free[k] for k in of], free[list(of)])[0]  # type: ignore[operator]
+        squares = [sites[k].squares for k in of]
+        rows = [row / free[k] for k, row in zip(of, squares, strict=True) if row is not None]
+        return _central(rows, free[list(of)])[0]
 
     if len(able) > ENOUGH:
         return [variance(able)] * len(sites)
@@ -188,7 +205,7 @@ def _variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
 
 def _class_traces(sites: Sequence[Summary], counts: Tensor) -> Tensor | None:
     """The variance of each class, summed over features, as all sites have it; zero where nobody knows."""
-    if any(len(site.traces) != len(site.count) or len(site.count) == 1 for site in sites):
+    if any(len(site.traces) != len(site.counts) or len(site.counts) == 1 for site in sites):
         return None
     traces = torch.stack([site.traces for site in sites])
     found = counts.new_zeros(counts.shape[1])
@@ -201,7 +218,7 @@ def _class_traces(sites: Sequence[Summary], counts: Tensor) -> Tensor | None:
 
 
 def _compared(site: Summary, reference: Reference, negative: float, others: int) -> Comparison:
-    count, mean = site.count, site.mean
+    count, mean = site.counts, site.mean
     centre, worth, variance = reference.centre, reference.weight, reference.variance
     there, known = count > 0, worth > 0
     both = there & known
@@ -234,12 +251,14 @@ def _compared(site: Summary, reference: Reference, negative: float, others: int)
     return Comparison(scale, spread, classes, distance, _taken(site, reference, noise, both), drift, negative, others)
 
 
-def _taken(site: Summary, reference: Reference, noise: Tensor, both: Tensor) -> dict[tuple[int, int], tuple[float, float]]:
+def _taken(
+    site: Summary, reference: Reference, noise: Tensor, both: Tensor
+) -> dict[tuple[int, int], tuple[float, float]]:
     """For each class of a site and the other class that it is nearest to: where its mean lies on the way there, in
     units of each feature's deviation, and how sure that is.
     """
     known = (reference.weight >= ENOUGH).nonzero().flatten()
-    rows = (both & (site.count >= ENOUGH) & (reference.weight >= ENOUGH)).nonzero().flatten()
+    rows = (both & (site.counts >= ENOUGH) & (reference.weight >= ENOUGH)).nonzero().flatten()
     variance = reference.variance
     top = float(variance.max())
     if len(known) < 2 or not len(rows) or not top > 0:
@@ -272,7 +291,7 @@ def _stretch(way: Tensor, dimension: int) -> float:
 
 def _negative(site: Summary) -> float:
     """The share of a site's squared means that is negative."""
-    mean = site.mean[site.count > 0]
+    mean = site.mean[site.counts > 0]
     return float((mean.clamp(max=0) ** 2).sum() / (mean**2).sum().clamp(min=1e-300))
 
 
@@ -281,28 +300,31 @@ def _negative(site: Summary) -> float:
 
 def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> Iterator[Doubt]:
     """What is odd about a site, from how it compares with the others, and they with each other."""
-    whose = "the other sites'" if found.others > 1 else "the only other site's (nobody can tell which of the two is odd)"
+    whose = (
+        "the other sites'" if found.others > 1 else "the only other site's (nobody can tell which of the two is odd)"
+    )
     yield from _ratio(site, "scale", f"the mean squared length of its features over {whose}", found.scale,
                       [other.scale for other in others], SCALE)  # fmt: skip
     yield from _ratio(site, "spread", f"the variance of its features within classes over {whose}", found.spread,
                       [other.spread for other in others], SPREAD)  # fmt: skip
-    for label, ratio in found.classes.items():
-        peers = [other.classes.get(label) for other in others]
-        room = SCALE * (1 + 2 / float(site.count[label]))
-        yield from _ratio(site, "scale", f"the mean squared length of features over {whose},", ratio, peers, room, label)
+    for label, ratio in found.scales.items():
+        peers = [other.scales.get(label) for other in others]
+        room = SCALE * (1 + 2 / float(site.counts[label]))
+        yield from _ratio(site, "scale", f"the mean squared length of features over {whose}", ratio, peers, room, label)
     for label, far in found.distance.items():
         if far > DISTANCE:
-            yield Doubt(site.site, "distance", f"the squared distance of the mean from {whose}, over that between classes,",
-                        far, f"at most {DISTANCE}", REFUSE, (label,))  # fmt: skip
+            told = f"the squared distance of the mean from {whose}, over that between classes"
+            yield Doubt(site.site, "distance", told, far, f"at most {DISTANCE}", REFUSE, (label,))
     if found.negative > NEGATIVE:
-        yield Doubt(site.site, "sign", "the share of negative features in its squared means, which no other site has,",
-                    found.negative, f"at most {NEGATIVE}", REFUSE)  # fmt: skip
+        told = "the negative share of its squared means, where no other site has any"
+        yield Doubt(site.site, "sign", told, found.negative, f"at most {NEGATIVE}", REFUSE)
     yield from _labels(site, found)
     usual = [other.drift for other in others if other.drift is not None]
     limit = DRIFT * max(1.0, statistics.median(usual) if usual else 1.0)
     if found.drift is not None and found.drift > limit:
-        yield Doubt(site.site, "drift", f"the squared distance of its class means from {whose}, over what chance would do,",
-                    found.drift, f"at most {limit:.3g}: its features differ, or its counts are too large", WARN)  # fmt: skip
+        told = f"the squared distance of its class means from {whose}, over what chance would do"
+        expected = f"at most {limit:.3g}: its features differ, or its counts are too large"
+        yield Doubt(site.site, "drift", told, found.drift, expected, WARN)
 
 
 def _ratio(
@@ -319,7 +341,15 @@ def _ratio(
         most = max(bound, 6 * typical)
         if off > most:
             labels = () if label is None else (label,)
-            yield Doubt(site.site, what, told, ratio, f"between {math.exp(-most):.2g} and {math.exp(most):.2g}", severity, labels)
+            yield Doubt(
+                site.site,
+                what,
+                told,
+                ratio,
+                f"between {math.exp(-most):.2g} and {math.exp(most):.2g}",
+                severity,
+                labels,
+            )
             return
 
 
@@ -327,19 +357,16 @@ def _labels(site: Summary, found: Comparison) -> Iterator[Doubt]:
     """Classes whose examples look like another class's."""
     clear = {pair: place for pair, (place, deviation) in found.taken.items()
              if place > TAKEN and place - 0.5 > SURE * deviation and place < 2 - TAKEN}  # fmt: skip
-    told: set[int] = set()
+    seen: set[int] = set()
     for (label, other), place in clear.items():
-        if label in told:
+        if label in seen:
             continue
-        if (other, label) in clear:
-            told |= {label, other}
-            yield Doubt(site.site, "swapped classes", "the way that the means have gone from their own class to the other's,",
-                        place, f"below {TAKEN}: these two classes seem swapped", REFUSE, (label, other))  # fmt: skip
-        else:
-            told.add(label)
-            severity = REFUSE if len(clear) > 1 else WARN
-            yield Doubt(site.site, "wrong class", "the way that the first one's mean has gone to the second one's place,",
-                        place, f"below {TAKEN}: its examples look like the other class's", severity, (label, other))  # fmt: skip
+        swapped = (other, label) in clear
+        seen |= {label, other} if swapped else {label}
+        what = "swapped classes" if swapped else "wrong class"
+        told = "the share of the way from its own class to the other that the mean has gone"
+        severity = REFUSE if swapped or len(clear) >= MANY else WARN
+        yield Doubt(site.site, what, told, place, f"below {TAKEN}", severity, (label, other))
 
 
 def _giants(sites: Sequence[Summary]) -> Iterator[Doubt]:

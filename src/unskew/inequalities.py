@@ -27,6 +27,7 @@ from unskew.packing import pack, unpack
 EXACT = 1e-9  # of a scatter: what sums in float64 are rounded by, generously
 BLURRED = 1e-14  # of the means over the deviations: what is lost of a scatter where means are large
 NOTHING = 1e-22  # of the squared means: a scatter below that is none
+OVER = 8  # random vectors beyond the rank that is allowed
 SHORT = 0.05  # of the examples: so many may have had no features at all, of those that are to have the length 1
 
 
@@ -41,14 +42,14 @@ class Breach(NamedTuple):
 
 def slack_of(dimension: int, step: float) -> float:
     """What a share of a scatter is allowed for rounding, of numbers that were written in steps of this size."""
-    return EXACT + 2 * dimension * step
+    return EXACT + 4 * math.sqrt(dimension) * step
 
 
 def rank_breach(scatter: Tensor, size: float, most: int, dimension: int, step: float) -> Breach | None:
     """A packed scatter that spans more than `most` directions. `size` is the sum of the squared means behind it.
 
-    A product with as many random vectors spans what a matrix of that rank spans: what is beyond is told as a share of
-    its trace, which is cheap where examples are few, and can't be upset by rounding.
+    A product with a few more random vectors spans what a matrix of that rank spans. What is beyond is told as a share
+    of the trace: cheap where examples are few, and hardly moved by rounding.
     """
     from unskew.merging import squares_of
 
@@ -57,15 +58,17 @@ def rank_breach(scatter: Tensor, size: float, most: int, dimension: int, step: f
         return None
     if most <= 0:
         return Breach("the scatter of examples that can't differ from their mean", trace, "0")
-    draw = torch.Generator().manual_seed(0)
-    matrix = unpack(scatter, dimension)
-    lines = torch.randn(dimension, most, generator=draw, dtype=torch.float64).to(matrix)
-    basis = torch.linalg.qr(matrix @ lines).Q
-    beyond = 1 - float((basis * (matrix @ basis)).sum()) / trace
+    matrix, some = unpack(scatter, dimension), min(most + OVER, dimension)
+    lines = torch.randn(dimension, some, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrix)
+    basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix @ lines).Q).Q
+    along = torch.linalg.eigvalsh(basis.T @ matrix @ basis)
+    beyond = 1 - float(along[some - most :].sum()) / trace
     allowed = slack_of(dimension, step) + BLURRED * math.sqrt(size / trace)
     if beyond <= allowed:
         return None
-    return Breach(f"the share of the scatter beyond {most} directions", beyond, f"0: more examples span no more than {most}")
+    return Breach(
+        f"the share of the scatter beyond {most} directions", beyond, f"0: more examples span no more than {most}"
+    )
 
 
 def zero_breach(squares: Tensor, size: float) -> Breach | None:
@@ -87,16 +90,25 @@ def skewness_breach(count: float, squares: Tensor, cubes: float, size: float, st
     return Breach("the sum of cubed deviations", cubes, f"between {-most:.3g} and {most:.3g}")
 
 
+def error_of(count: Tensor, mean: Tensor, step: float) -> Tensor:
+    """What each feature's means (C, d) may be rounded by: below float64 they are float32, from the mean of all."""
+    there = mean[count > 0]
+    if not len(there):
+        return mean.new_zeros(mean.shape[1])
+    span = there.amax(0) - there.amin(0)
+    return 1e-15 * there.abs().amax(0) + (2.0**-22 * span if step else 0.0)
+
+
 def bounds_breach(
-    count: Tensor, mean: Tensor, squares: Tensor | None, bounds: Bounds, step: float
+    count: Tensor, mean: Tensor, squares: Tensor | None, bounds: Bounds, step: float, error: Tensor
 ) -> tuple[int | None, Breach] | None:
     """Counts (C,), means (C, d) and squared deviations, (C, d), of all together (d,), or None, that features within
-    the bounds can't have: which class, where that is known, and how.
+    the bounds can't have: which class, where that is known, and how. Means are known up to their `error` (d,).
     """
     there = count > 0
     label = there.nonzero().flatten()
     n, mean = count[there, None], mean[there]
-    slip = (1e-9 + 4 * step) * (mean.abs() + mean.abs().mean())
+    slip = error + 1e-12 * torch.where(bounds.high.isfinite(), bounds.high, 0.0)
     for name, beyond in (("below", bounds.low - mean - slip), ("above", mean - bounds.high - slip)):
         if (beyond > 0).any():
             row, column = divmod(int(beyond.argmax()), mean.shape[1])
@@ -105,10 +117,12 @@ def bounds_breach(
                 f"the mean of feature {column}", float(mean[row, column]), f"not {name} {edge:.4g} under this transform"
             )
     if squares is None:
-        over = (mean**2).sum(1) - bounds.length**2 * (1 + 1e-6 + 4 * step)
+        over = (mean**2).sum(1) - bounds.length**2 * (1 + 1e-6)
         if (over > 0).any():
             row = int(over.argmax())
-            return int(label[row]), Breach("the length of the mean", float(mean[row].norm()), f"at most {bounds.length:.4g}")
+            return int(label[row]), Breach(
+                "the length of the mean", float(mean[row].norm()), f"at most {bounds.length:.4g}"
+            )
         return None
     whole = squares.ndim == 1
     squares = squares[None] if whole else squares[there]
@@ -116,7 +130,7 @@ def bounds_breach(
     room = n * (bounds.high - mean) * (mean - bounds.low)
     low = bounds.low.isfinite() & ~bounds.high.isfinite()
     room = torch.where(low, n * (n - 1) * (mean - bounds.low) ** 2, room).nan_to_num(math.inf, math.inf, math.inf)
-    room = room.clamp(min=0)
+    room = room.clamp(min=0) + n**2 * error * (2 * mean.abs() + error)
     size = n * mean**2
     if whole:
         room, size = room.sum(0, keepdim=True), size.sum(0, keepdim=True)
@@ -128,7 +142,7 @@ def bounds_breach(
             f"at most {float(room[row, column]):.4g} under this transform",
         )  # fmt: skip
     return _lengths_breach(n, squares, size, names, bounds, step) or _squared_breach(
-        n, mean, squares, size, names, bounds, step
+        n, mean, squares, size, names, bounds, step, error
     )
 
 
@@ -151,7 +165,14 @@ def _lengths_breach(
 
 
 def _squared_breach(
-    n: Tensor, mean: Tensor, squares: Tensor, size: Tensor, names: list[int | None], bounds: Bounds, step: float
+    n: Tensor,
+    mean: Tensor,
+    squares: Tensor,
+    size: Tensor,
+    names: list[int | None],
+    bounds: Bounds,
+    step: float,
+    error: Tensor,
 ) -> tuple[int | None, Breach] | None:
     """Features of which the second half is not the first one squared."""
     if not bounds.squared:
@@ -160,7 +181,9 @@ def _squared_breach(
     found, expected = (n * mean)[:, half:], (squares + size)[:, :half]
     if names[0] is None:
         found = found.sum(0, keepdim=True)
-    off = (found - expected).abs() - (1e-6 + 8 * step) * (found.abs() + squares[:, :half] + size[:, :half])
+    slack = 1e-9 * (found.abs() + size[:, :half]) + (1e-9 + 8 * step) * squares[:, :half]
+    slack = slack + n.sum() * (error[half:] + 4 * error[:half] * (mean.abs().amax(0)[:half] + error[:half]))
+    off = (found - expected).abs() - slack
     if not (off > 0).any():
         return None
     row, column = divmod(int(off.argmax()), half)
@@ -170,13 +193,18 @@ def _squared_breach(
     )  # fmt: skip
 
 
-def signs_breach(count: Tensor, mean: Tensor, scatter: Tensor, bounds: Bounds, step: float) -> Breach | None:
+def signs_breach(
+    count: Tensor, mean: Tensor, scatter: Tensor, bounds: Bounds, step: float, error: Tensor
+) -> Breach | None:
     """A packed scatter, of one class or of several, whose features can't be negative, but whose products are."""
     if not bool((bounds.low >= 0).all()):
         return None
     gram = scatter + pack((mean * count[:, None]).T @ mean)
     root = _diagonal(gram, mean.shape[1]).clamp(min=0).sqrt()
-    short = gram + (EXACT + 4 * step) * pack(torch.outer(root, root))
+    off = 4 * float(count.sum().sqrt()) * error
+    short = gram + pack(
+        (EXACT + 4 * step) * torch.outer(root, root) + torch.outer(root + off, off) + torch.outer(off, root)
+    )
     if not (short < 0).any():
         return None
     return Breach("the least sum of products of two features", float(gram.min()), "not below 0 under this transform")
@@ -189,7 +217,13 @@ def _diagonal(packed: Tensor, dimension: int) -> Tensor:
 
 
 def rest_breach(
-    count: Tensor, mean: Tensor, scatter: Tensor | None, held: tuple[Tensor, Tensor, Tensor], full: bool, step: float
+    count: Tensor,
+    mean: Tensor,
+    scatter: Tensor | None,
+    held: tuple[Tensor, Tensor, Tensor],
+    full: bool,
+    step: float,
+    error: Tensor,
 ) -> tuple[int | None, Breach] | None:
     """A held-out part (counts, means, pooled packed scatter) that is no part of the whole: what is left of the examples
     must have moments too. `scatter` is the whole's: packed if `full`, else squared deviations (d,), or not known.
@@ -198,7 +232,9 @@ def rest_breach(
     more = (part > count).nonzero().flatten()
     if len(more):
         label = int(more[0])
-        return label, Breach("the held-out examples", float(part[label]), f"at most {count[label]:.0f}, as many as there are")
+        return label, Breach(
+            "the held-out examples", float(part[label]), f"at most {count[label]:.0f}, as many as there are"
+        )
     left = count - part
     apart = part_mean - mean
     weight = torch.where(left > 0, part * count / left.clamp(min=1), 0.0)  # of the part about the whole's mean
@@ -206,15 +242,18 @@ def rest_breach(
     squares = None if scatter is None else (_diagonal(scatter, dimension) if full else scatter)
     size = (count[:, None] * mean**2).sum(0)
     whole = torch.where((left == 0) & (part > 0), True, False)
-    tight = (1e-6 + 8 * step) * (mean.abs() + (0 if squares is None else (squares / count.sum().clamp(min=1)).sqrt()))
+    tight = 4 * error + 1e-9 * mean.abs()
     differ = whole[:, None] & (apart.abs() > tight)
     if differ.any():
         label, column = divmod(int(differ.int().argmax()), dimension)
-        return label, Breach(f"the mean of feature {column} where all examples are held out", float(part_mean[label, column]),
-                             f"{float(mean[label, column]):.4g}, the mean of all")  # fmt: skip
+        told = f"the mean of feature {column} where all examples are held out"
+        return label, Breach(
+            told, float(part_mean[label, column]), f"{float(mean[label, column]):.4g}, the mean of all"
+        )
     if squares is None:
         return None
-    slack = (slack_of(dimension, step)) * squares + 1e-15 * (squares * size).sqrt() + NOTHING * size
+    slack = slack_of(dimension, step) * squares + 1e-15 * (squares * size).sqrt() + NOTHING * size
+    slack = slack + (weight[:, None] * 8 * error * (apart.abs() + error)).sum(0)
     between = (apart * weight[:, None] * apart).sum(0)
     rest = squares - _diagonal(part_scatter, dimension) - between
     if (rest < -slack).any():
@@ -222,13 +261,15 @@ def rest_breach(
         return None, Breach(f"the squared deviations of feature {column} in the held-out part",
                             float(squares[column] - rest[column]),
                             f"at most {float(squares[column]):.4g}, those of all examples")  # fmt: skip
-    if not full:
+    if not full or scatter is None:
         return None
     matrix = unpack(scatter - part_scatter, dimension) - (apart * weight[:, None]).T @ apart
     scale = torch.where(squares > 0, squares, 1.0).rsqrt()
     matrix.mul_(scale).mul_(scale[:, None])
-    matrix.diagonal().add_(slack * scale**2 + EXACT)
+    matrix.diagonal().add_(math.sqrt(dimension) * slack * scale**2 + EXACT + 2.2 * dimension * step)
     if torch.linalg.cholesky_ex(matrix).info != 0:
         least = float(torch.linalg.eigvalsh(matrix)[0])
-        return None, Breach("the scatter of what is not held out", least, "positive semidefinite: held-out examples are a part")
+        return None, Breach(
+            "the scatter of what is not held out", least, "positive semidefinite: held-out examples are a part"
+        )
     return None
