@@ -302,7 +302,7 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
         summed = total_of(own, plan.form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
                           examine=seen.append)  # fmt: skip
     _check_plausible(wish, seen, summed)
-    check_sum(summed, bool(sent.removed))
+    check_sum(summed, bool(sent.removed), max(site.step for site in seen))
     if wish.robust:
         summed = _moderated(wish, sent, plan)
     if wish.keep:

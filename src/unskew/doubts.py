@@ -85,14 +85,16 @@ def doubts_about(sites: Sequence[FeatureStats]) -> list[Doubt]:
     return doubts_of([summary_of(site, f"site {number}") for number, site in enumerate(sites)])
 
 
-def check_sum(total: FeatureStats, removed: bool) -> None:
-    """Check a sum again, once all is added and taken out: it must be the moments of some examples too."""
+def check_sum(total: FeatureStats, removed: bool, step: float = 0.0) -> None:
+    """Check a sum again, once all is added and taken out: it must be the moments of some examples too. `step` is the
+    relative rounding of what was added.
+    """
     name = "the sum of the files" + (" less those of --without" if removed else "")
     if removed:  # which alone can leave what is not semidefinite; adding can't
         from unskew.statistics_file import check
 
         check(total, name)
-    summary = summary_of(total, name, ROUNDED)
+    summary = summary_of(total, name, max(step, ROUNDED))
     check_plausible([doubt for doubt in summary.doubts if doubt.what != "rank"], ())
     if float(total.count.sum()) > 2**53 or (total.right is not None and total.right < 0):
         raise DataError(f"{name}: it counts {float(total.count.sum()):g} examples, {total.right} of them right")
@@ -125,8 +127,8 @@ def _beside(sites: Sequence[Summary], suspects: Collection[str]) -> list[Doubt]:
         found += _judged(site, comparison, among[:number] + among[number + 1 :])
     for site in sites:
         if all(site is not other for other in trusted):
-            *peers, own = comparisons([*trusted, site])
-            found += _judged(site, own, peers)
+            *_, own = comparisons([*trusted, site])
+            found += _judged(site, own, among)
     return found
 
 
@@ -269,11 +271,11 @@ def _taken(
     from_all = torch.cdist(means, centres[known]) ** 2
     way = torch.cdist(centres[rows], centres[known]) ** 2
     place = 0.5 + (from_own[:, None] - from_all) / (2 * way.clamp(min=1e-300))
-    place.masked_fill_(rows[:, None] == known, -math.inf)
-    place.masked_fill_(way <= 0, -math.inf)
-    nearest = place.argmax(1)
+    nearest = from_all.masked_fill((rows[:, None] == known) | (way <= 0), math.inf).argmin(1)
     found = {}
     for row, column in enumerate(nearest.tolist()):
+        if not way[row, column] > 0:
+            continue
         label, other = int(rows[row]), int(known[column])
         error = 1 / float(reference.weight[other]) + float(noise[label])
         deviation = math.sqrt(error * _stretch(centres[other] - centres[label], site.mean.shape[1])

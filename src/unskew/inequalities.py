@@ -106,6 +106,8 @@ def bounds_breach(
     the bounds can't have: which class, where that is known, and how. Means are known up to their `error` (d,).
     """
     there = count > 0
+    if not there.any():
+        return None
     label = there.nonzero().flatten()
     n, mean = count[there, None], mean[there]
     slip = error + 1e-12 * torch.where(bounds.high.isfinite(), bounds.high, 0.0)

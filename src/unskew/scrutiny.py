@@ -62,6 +62,7 @@ class Summary(NamedTuple):
     traces: Tensor  # (C,) of the scatter of each class; (1,) of all in the pooled form; (0,) where none is known
     squares: Tensor | None  # (d,) squared deviations of all classes together
     doubts: tuple[Doubt, ...]
+    step: float = 0.0  # of rounding, relative
 
     @property
     def examples(self) -> float:
@@ -152,8 +153,8 @@ class Scrutiny:
         if not known:
             self.found.append(Doubt(self.site, "origin", "the number of things that it says of where it comes from", 0,
                                     "5: layer, inputs, weights, labels, preparation", WARN))  # fmt: skip
-        return Summary(self.site, self.form, self.transform, known, count, mean,
-                       torch.tensor(self.traces, dtype=torch.float64), self.squares, tuple(self.found))  # fmt: skip
+        traces, found = torch.tensor(self.traces, dtype=torch.float64), tuple(self.found)
+        return Summary(self.site, self.form, self.transform, known, count, mean, traces, self.squares, found, self.step)
 
     def _inside(self, count: Tensor, mean: Tensor, squares: Tensor | None, label: int | None, part: str = "") -> None:
         """What the transform says about means and squared deviations."""
