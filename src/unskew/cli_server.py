@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from unskew.heads_file import Opened
     from unskew.models import Split
     from unskew.origin import Origin
+    from unskew.scrutiny import Summary
     from unskew.signing import Key
     from unskew.statistics import FeatureStats
     from unskew.statistics_header import Head
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 @click.option("--stats", "files", type=PATH, multiple=True, help="the sites' files")
 @click.option("--sums", type=PATH, multiple=True, help="sums that you have written by --sum: never a site's file")
 @click.option("--accept", type=PATH, multiple=True, help="files to add though they are doubted, by their names")
+@click.option("--robust", is_flag=True, help="cap each site's weight and trim class means, so that one can't ruin all")
 @click.option("--sites", type=PATH, help="folder with the public key NAME.pub of each site: what they have not signed "
               "is refused")  # fmt: skip
 @click.option("--without", type=PATH, multiple=True, help="files to leave out, or to take out of a sum")
@@ -100,6 +102,7 @@ class Wish(NamedTuple):
     sums: tuple[Path, ...]
     without: tuple[Path, ...]
     accept: tuple[Path, ...]
+    robust: bool
     sites: Path | None
     sign: Path | None
     calibrator: str
@@ -126,6 +129,8 @@ def _check_wish(wish: Wish) -> None:
         raise UsageError("give --out for the calibrated weights, --export for a program, or --propose for candidates")
     if bool(wish.heads) != bool(wish.validate):
         raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
+    if wish.robust and (wish.heads or wish.keep):
+        raise UsageError("--robust is about making heads: give it with --out or --propose, without --heads and --sum")
     if wish.export_preparation and not wish.export:
         raise UsageError("--export-preparation is about the program of --export: give both, or neither")
     if not (wish.files or wish.sums):
@@ -337,11 +342,18 @@ class Material(NamedTuple):
 
 def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
+    from unskew.doubts import check_sum
     from unskew.statistics_file import load, save_sum, total_of
 
+    seen: list[Summary] = []
     with bar("adding", len(sent.kept) + len(sent.removed)) as progress:
         own = [path for path in sent.kept if path not in sent.sums]
-        summed = total_of(own, plan.form, sent.removed, progress, sums=sent.sums, accept=wish.accept)
+        summed = total_of(own, plan.form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
+                          examine=seen.append)  # fmt: skip
+    _check_plausible(wish, seen, summed)
+    check_sum(summed, bool(sent.removed), max(site.step for site in seen))
+    if wish.robust:
+        summed = _moderated(wish, sent, plan)
     if wish.keep:
         save_sum(summed, wish.keep, _key(wish))
         show(f"{wish.keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
@@ -351,8 +363,42 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
     absent = (summed.count == 0).nonzero().flatten().tolist()
     if absent:
         note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
-    each = sent.kept if sent.apart and (plan.wanted.apart or wish.propose) else []
+    each = sent.kept if sent.apart and not wish.robust and (plan.wanted.apart or wish.propose) else []
     return Material(summed.to(device), [load(path, "none").to(device) for path in each], mix)
+
+
+TOLD = 5  # doubts that are told and not refused; `inspect` tells all
+
+
+def _check_plausible(wish: Wish, seen: Sequence[Summary], summed: FeatureStats) -> None:
+    """Refuse files that are not plausible beside the others, unless they are accepted; tell what is odd."""
+    from unskew.doubts import check_plausible, doubts_of
+
+    doubts = doubts_of(seen)
+    check_plausible(doubts, [str(path) for path in wish.accept], summed.origin.labels)
+    odd = [doubt.named(summed.origin.labels) for doubt in doubts]
+    for text in odd[:TOLD]:
+        note(text)
+    if len(odd) > TOLD:
+        note(f"{len(odd) - TOLD} further doubts about the files: `unskew inspect` tells them")
+
+
+def _moderated(wish: Wish, sent: Sent, plan: Plan) -> FeatureStats:
+    """The robust sum; for candidates that the sites will validate, of what they do not hold out."""
+    from unskew.robust import robust_sum
+    from unskew.statistics_file import load
+
+    if not sent.apart:
+        raise UsageError("--robust needs each site's own file: sums and what is taken out of them won't do")
+    if plan.wanted.apart:
+        raise UsageError(f"{plan.wanted.name} looks at each site's means, which --robust can't tame: choose ffc or lda")
+
+    def sites() -> Iterator[FeatureStats]:
+        for path in sent.kept:
+            site = load(path, plan.form)
+            yield (site.kept if wish.propose else None) or site
+
+    return robust_sum(sites)
 
 
 def _made(spec: str, wish: Wish, material: Material, old: nn.Module) -> nn.Module:
