@@ -171,7 +171,7 @@ def test_scores_and_votes_are_whole_at_any_width(tmp_path, monkeypatch, columns)
         assert max(len(line) for line in answer.out.splitlines() if " unskew " not in line) <= columns
         if command in (score, vote):
             numbers = re.findall(r"(?<![\d.,])\d+\.\d\d(?!\d)", answer.out)
-            assert len(numbers) == 2 * 4  # of four heads
+            assert len(numbers) == (3 if command is vote else 2) * 4  # of four heads; votes of each site too
 
 
 # ---------------------------------------------------------------------------------------------- characters that act

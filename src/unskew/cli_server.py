@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from unskew.cli_answers import Conversation, validated
+from unskew.cli_model import check_alike, opened_for
 from unskew.cli_options import (
     FORMS,
     PATH,
@@ -25,7 +26,6 @@ from unskew.cli_options import (
     Lists,
     asked_for,
     check_free,
-    checked_device,
     epilog,
     inputs_of,
     note,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from unskew.heads_file import Opened
     from unskew.models import Split
     from unskew.origin import Origin
+    from unskew.scrutiny import Summary
     from unskew.signing import Key
     from unskew.statistics import FeatureStats
     from unskew.statistics_header import Head
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 @click.option("--stats", "files", type=PATH, multiple=True, help="the sites' files")
 @click.option("--sums", type=PATH, multiple=True, help="sums that you have written by --sum: never a site's file")
 @click.option("--accept", type=PATH, multiple=True, help="files to add though they are doubted, by their names")
+@click.option("--robust", is_flag=True, help="cap each site's weight and trim class means, so that one can't ruin all")
 @click.option("--sites", type=PATH, help="folder with the public key NAME.pub of each site: what they have not signed "
               "is refused")  # fmt: skip
 @click.option("--without", type=PATH, multiple=True, help="files to leave out, or to take out of a sum")
@@ -84,7 +86,7 @@ def calibrate(**options: Any) -> None:
     check_free(wish.written, wish.force, [*read, *wish.files, *wish.sums, *wish.without, *wish.validate])
     logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
     sent = _sent(wish, asked)
-    opened = _opened(asked, sent)
+    opened = opened_for(asked, sent.known, sent.kept[0])
     plan = _planned(wish, sent, opened.model)
     material = _material(wish, sent, plan, opened.model, asked.values["device"])
     if wish.propose:
@@ -100,6 +102,7 @@ class Wish(NamedTuple):
     sums: tuple[Path, ...]
     without: tuple[Path, ...]
     accept: tuple[Path, ...]
+    robust: bool
     sites: Path | None
     sign: Path | None
     calibrator: str
@@ -126,6 +129,8 @@ def _check_wish(wish: Wish) -> None:
         raise UsageError("give --out for the calibrated weights, --export for a program, or --propose for candidates")
     if bool(wish.heads) != bool(wish.validate):
         raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
+    if wish.robust and (wish.heads or wish.keep):
+        raise UsageError("--robust is about making heads: give it with --out or --propose, without --heads and --sum")
     if wish.export_preparation and not wish.export:
         raise UsageError("--export-preparation is about the program of --export: give both, or neither")
     if not (wish.files or wish.sums):
@@ -175,7 +180,7 @@ def _sent(wish: Wish, asked: Asked) -> Sent:
     _check_signatures(wish, asked, known)
     kept, removed = _kept((*wish.files, *wish.sums), wish.without, known)
     _check_sources(asked, known)
-    _check_alike(known)
+    check_alike(known)
     return Sent(known, kept, removed)
 
 
@@ -234,69 +239,6 @@ def _kept(
     return kept, removed
 
 
-def _check_alike(known: Mapping[Path, Head]) -> None:
-    """Refuse files that can't be added, by the names of the few that differ from the others."""
-    from unskew.agreement import apart
-
-    files = {str(path): head for path, head in known.items()}
-    for name in ("classes", "dimension", "transform", "layer", "inputs", "labels", "preparation"):
-        of_head = name in ("classes", "dimension", "transform")
-        said = {file: getattr(head if of_head else head.origin, name) for file, head in files.items()}
-        if problem := apart(name, said):
-            raise DataError(f"{problem}. Statistics of different {name} can't be added: collect all of them with the "
-                            "same model on the same kind of data, or leave such files out")  # fmt: skip
-
-
-def _opened(asked: Asked, sent: Sent) -> Opened:
-    """The model that the files were made with; refused if they were made with another, before it is run on anything
-    that they ask for.
-    """
-    from unskew.collecting import weights_digest
-    from unskew.heads_file import Opened, opened
-    from unskew.inputs import check_size, stand_in, varies
-
-    given, known, first = asked.values, sent.known, sent.kept[0]
-    classes = known[first].classes
-    layer, inputs = (_said(known, name) for name in ("layer", "inputs"))
-    seen = inputs is not None and not varies(inputs)
-    if inputs is not None and seen:
-        check_size(inputs, first)
-    module, model, fresh = opened(given["model"], given["weights"], classes=given["classes"],
-                                  layer=given["layer"] or (None if seen else layer), trust=given["trust"],
-                                  example=stand_in(inputs) if inputs is not None and seen else None,
-                                  check=lambda module: _check_before(module, layer, given, known))  # fmt: skip
-    if classes != model.classes:
-        raise UsageError(f"{first} has {classes} classes, but the model has {model.classes}: give --classes {classes} "
-                         "for a new head, as the sites did, or the right model")  # fmt: skip
-    _check_weights({weights_digest(model)}, given, known)
-    return Opened(module, model.to(checked_device(given["device"])), fresh)
-
-
-def _said(known: Mapping[Path, Head], name: str) -> str | None:
-    """What the files say of their origin, which is the same for all that say it."""
-    return next((value for head in known.values() if (value := getattr(head.origin, name)) is not None), None)
-
-
-def _check_before(module: nn.Module, layer: str | None, given: Mapping[str, Any], known: Mapping[Path, Head]) -> None:
-    """Compare the weights before anything is run."""
-    from unskew.collecting import digests_before
-
-    found = set[str]().union(*(digests_before(module, name) for name in (layer, given["layer"])))
-    if found:
-        _check_weights(found, given, known)
-    elif layer is not None:
-        said = ", ".join(str(path) for path, head in known.items() if head.origin.layer is not None)
-        raise UsageError(f"{given['model']} has no layer {layer!r}, of which {said} has features: give the right model")
-
-
-def _check_weights(digests: set[str], given: Mapping[str, Any], known: Mapping[Path, Head]) -> None:
-    strange = [str(path) for path, head in known.items() if head.origin.weights not in (None, *digests)]
-    if strange:
-        hint = "" if given["weights"] else "; without --weights, the model must be built the same everywhere"
-        raise UsageError(f"{', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}: collected with other weights "
-                         f"than {given['weights'] or given['model']}: collect again{hint}")  # fmt: skip
-
-
 # ---------------------------------------------------------------------------------------------- what is made of it
 
 
@@ -337,11 +279,18 @@ class Material(NamedTuple):
 
 def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
+    from unskew.doubts import check_sum
     from unskew.statistics_file import load, save_sum, total_of
 
+    seen: list[Summary] = []
     with bar("adding", len(sent.kept) + len(sent.removed)) as progress:
         own = [path for path in sent.kept if path not in sent.sums]
-        summed = total_of(own, plan.form, sent.removed, progress, sums=sent.sums, accept=wish.accept)
+        summed = total_of(own, plan.form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
+                          examine=seen.append)  # fmt: skip
+    _check_plausible(wish, seen, summed)
+    check_sum(summed, bool(sent.removed), max(site.step for site in seen))
+    if wish.robust:
+        summed = _moderated(wish, sent, plan)
     if wish.keep:
         save_sum(summed, wish.keep, _key(wish))
         show(f"{wish.keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
@@ -351,8 +300,42 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
     absent = (summed.count == 0).nonzero().flatten().tolist()
     if absent:
         note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
-    each = sent.kept if sent.apart and (plan.wanted.apart or wish.propose) else []
+    each = sent.kept if sent.apart and not wish.robust and (plan.wanted.apart or wish.propose) else []
     return Material(summed.to(device), [load(path, "none").to(device) for path in each], mix)
+
+
+TOLD = 5  # doubts that are told and not refused; `inspect` tells all
+
+
+def _check_plausible(wish: Wish, seen: Sequence[Summary], summed: FeatureStats) -> None:
+    """Refuse files that are not plausible beside the others, unless they are accepted; tell what is odd."""
+    from unskew.doubts import check_plausible, doubts_of
+
+    doubts = doubts_of(seen)
+    check_plausible(doubts, [str(path) for path in wish.accept], summed.origin.labels)
+    odd = [doubt.named(summed.origin.labels) for doubt in doubts]
+    for text in odd[:TOLD]:
+        note(text)
+    if len(odd) > TOLD:
+        note(f"{len(odd) - TOLD} further doubts about the files: `unskew inspect` tells them")
+
+
+def _moderated(wish: Wish, sent: Sent, plan: Plan) -> FeatureStats:
+    """The robust sum; for candidates that the sites will validate, of what they do not hold out."""
+    from unskew.robust import robust_sum
+    from unskew.statistics_file import load
+
+    if not sent.apart:
+        raise UsageError("--robust needs each site's own file: sums and what is taken out of them won't do")
+    if plan.wanted.apart:
+        raise UsageError(f"{plan.wanted.name} looks at each site's means, which --robust can't tame: choose ffc or lda")
+
+    def sites() -> Iterator[FeatureStats]:
+        for path in sent.kept:
+            site = load(path, plan.form)
+            yield (site.kept if wish.propose else None) or site
+
+    return robust_sum(sites)
 
 
 def _made(spec: str, wish: Wish, material: Material, old: nn.Module) -> nn.Module:

@@ -216,17 +216,21 @@ def _heads(path: Path, server: Path | None, site: Site, asked: Asked) -> tuple[d
 ))  # fmt: skip
 @click.argument("files", type=PATH, nargs=-1, required=True)
 @click.option("--sites", type=PATH, help="folder with the public key NAME.pub of each site, who must have signed")
+@click.option("--influence", is_flag=True, help="also show how much each site moves the head")
 @click.option("--json", "as_json", is_flag=True, help="print what was found as JSON, nothing else")
-def inspect_files(files: tuple[Path, ...], sites: Path | None, as_json: bool) -> None:
+def inspect_files(files: tuple[Path, ...], sites: Path | None, influence: bool, as_json: bool) -> None:
     """Show what statistics files hold, and what to beware of."""
-    from unskew.inspection import inspected
+    from unskew.inspection import influence_of, inspected
     from unskew.signing import read_sites
 
     found = inspected(files, None if sites is None else read_sites(sites))
+    if influence:
+        found["influence"] = influence_of([Path(site["file"]) for site in found["files"]])
     if as_json:
         put_json(found)
     elif found["files"]:
         _show_files(found)
+        _show_influence(found)
     if found["refused"]:
         tell("error: " + "\n".join(found["refused"]))
         raise click.exceptions.Exit(1)
@@ -258,6 +262,25 @@ def _show_files(found: Mapping[str, Any]) -> None:
         show(f"! and {len(found['warnings']) - MOST_ROWS:,} more; --json has them.")
     if not found["warnings"] and not found["refused"]:
         show("Nothing to beware of was found.")
+
+
+def _show_influence(found: Mapping[str, Any]) -> None:
+    """How each site moves the head, on virtual examples of the others."""
+    if "influence" not in found:
+        return
+    names = [row["label"] for row in found["table"]]
+    table = table_of(
+        "without this file", "share of examples", "change their class", "accuracy", "nearest to another class"
+    )
+    for row in found["influence"]:
+        near = row["nearest"]
+        told = "·" if near is None else f"{names[near[0]]} is {near[2]:.0%} of the way to {names[near[1]]}"
+        table.add_row(
+            row["site"], f"{row['share']:.1%}", f"{row['changed']:.1%}", f"{100 * row['accuracy']:+.1f}", told
+        )
+    show(table)
+    show("Of virtual examples with the other sites' moments: how many change their class without a site, and by how "
+         "many points the accuracy on them changes.")  # fmt: skip
 
 
 FEW_SITES, FEW_CLASSES = 12, 20  # that have columns of their own

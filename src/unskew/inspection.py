@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unskew.doubts import doubts_of
 from unskew.errors import DataError
 from unskew.fingerprints import Part, same_data
+from unskew.influence import influences
 from unskew.origin import Origin
+from unskew.scrutiny import Summary
 from unskew.signing import Sites, check_signed
-from unskew.statistics import FeatureStats
+from unskew.statistics import REDUCES, FeatureStats
 from unskew.statistics_file import load
 from unskew.statistics_header import Head, head_of
 
 LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two
 NAMED = 20  # classes in a warning
+CHEAP = {"class": "diagonal", "pooled": "none"}  # what is held of each file: skewness takes squares of each class
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
@@ -24,27 +28,31 @@ def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, An
     those that `sites` have not signed.
     """
     heads, found, refused = list[Head](), list[FeatureStats](), dict[Path, str]()
+    seen: list[Summary] = []
     for path in files:
         try:
             head = head_of(path)
             if sites is not None:
                 check_signed(path, head.signed, sites)
-            found.append(load(path, "diagonal" if head.form == "class" else None))
+            found.append(load(path, CHEAP.get(head.form), seen.append))
             heads.append(head)
         except DataError as error:
             refused[path] = str(error)
     files = [path for path in files if path not in refused]
     if not files:
-        return {"files": [], "table": [], "warnings": [], "refused": list(refused.values())}
+        return {"files": [], "table": [], "warnings": [], "doubts": [], "refused": list(refused.values())}
     classes = max(head.classes for head in heads)
     names = next((head.origin.labels for head in heads if head.origin.labels), None)
     label = [names[number] if names and number < len(names) else str(number) for number in range(classes)]
     columns = [[*map(int, stats.count.tolist()), *[0] * (classes - stats.classes)] for stats in found]
     counts = [list(row) for row in zip(*columns, strict=True)]
+    doubts = doubts_of(seen)
     return {
         "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
+        "doubts": [doubt._asdict() for doubt in doubts],
         "warnings": [
+            *(doubt.named(names) for doubt in doubts),
             *_of_sorts(files, heads),
             *_of_copies(files, found),
             *_of_counts(files, heads, label, counts),
@@ -52,6 +60,14 @@ def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, An
         ],
         "refused": list(refused.values()),
     }
+
+
+def influence_of(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """How each file moves the head: a row for each, those that move it most first."""
+    heads = [head_of(path) for path in files]
+    common = [form for form in ("pooled", "diagonal", "none") if all(form in REDUCES[head.form] for head in heads)]
+    rows = influences(lambda: (load(path, common[0]) for path in files), [str(path) for path in files])
+    return [row._asdict() for row in sorted(rows, key=lambda row: -row.changed)]
 
 
 def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
@@ -88,21 +104,20 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
 
 
 def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
-    """Files of the same data, and parts of sums that are there themselves or in another sum."""
+    """Files of the same data or of the same site, and parts of sums that are there themselves or in another sum."""
     warnings: list[str] = []
-    known: dict[str, list[tuple[Part, Path]]] = {}  # by their counts
-    signers: dict[str, list[Path]] = {}
+    met: dict[str, list[tuple[Part, Path]]] = {}  # by their counts, so that few are compared
+    names: dict[str, Path] = {}
     for path, stats in zip(files, found, strict=True):
-        names = dict.fromkeys(own.site for own in stats.parts if own.site)
-        signed = dict.fromkeys(other for name in names for other in signers.get(name, []))
+        signed = dict.fromkeys(names[part.site] for part in stats.parts if part.site in names)
         warnings += [f"{path} is signed by the same site as {other}: leave one out" for other in signed]
-        others = dict.fromkeys(place for own in stats.parts for part, place in known.get(own.counts, [])
-                               if same_data(part, own))  # fmt: skip
+        same = [place for part in stats.parts for other, place in met.get(part.counts, ()) if same_data(other, part)]
+        others = dict.fromkeys(same)
         warnings += [f"{path} has the same data as {other}, or a part of them: leave one out" for other in others]
-        for own in stats.parts:
-            known.setdefault(own.counts, []).append((own, path))
-        for name in names:
-            signers.setdefault(name, []).append(path)
+        for part in stats.parts:
+            met.setdefault(part.counts, []).append((part, path))
+            if part.site is not None:
+                names.setdefault(part.site, path)
     return warnings
 
 

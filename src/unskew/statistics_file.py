@@ -26,6 +26,7 @@ from unskew.fingerprints import Part, copies, part_of
 from unskew.headers import Kind
 from unskew.merging import Joint, squares_of
 from unskew.packing import factor_in_place, pack, upper
+from unskew.scrutiny import Scrutiny, Summary
 from unskew.signing import Key, signature_of
 from unskew.statistics import CUBED, REDUCES, FeatureStats, Sort
 from unskew.statistics_header import HELD, PRECISIONS, Head, kinds_of, metadata_of, read_head, rounding_of
@@ -127,9 +128,11 @@ def _spread(scatter: Tensor, dimension: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def load(path: Path, form: str | None = None) -> FeatureStats:
-    """Read a file, in a cheaper form if one is given; or refuse it, naming the file and the field."""
-    return _total([(path, 1, None)], form)
+def load(path: Path, form: str | None = None, examine: Callable[[Summary], None] | None = None) -> FeatureStats:
+    """Read a file, in a cheaper form if one is given; or refuse it, naming the file and the field. `examine` is given
+    what `scrutiny.py` finds in it.
+    """
+    return _total([(path, 1, None)], form, examine=examine)
 
 
 def total_of(
@@ -140,17 +143,18 @@ def total_of(
     *,
     sums: Iterable[Path] = (),
     accept: Iterable[Path] = (),
+    examine: Callable[[Summary], None] | None = None,
 ) -> FeatureStats:
     """The sum of sites' files, less those of `without`; held once, in a cheaper form if one is given.
 
     `sums` are files that `save_sum` wrote: no site can send one, since what it says of its parts is believed. Refused
     are files that can't be added to the first; data that come twice, also as a part of a sum or in another precision or
     form, unless they are among those to `accept`; and one of `without` that is not in the sum. `progress` is told of
-    each.
+    each. `examine` is given what `scrutiny.py` finds in each file that is added.
     """
     added = [*((Path(path), 1, False) for path in paths), *((Path(path), 1, True) for path in sums)]
     taken = [(Path(path), -1, False) for path in without]
-    return _total([*added, *taken], form, progress, {Path(path) for path in accept})
+    return _total([*added, *taken], form, progress, {Path(path) for path in accept}, examine)
 
 
 def _total(
@@ -158,6 +162,7 @@ def _total(
     form: str | None,
     progress: Callable[[int], None] = lambda files: None,
     accept: Iterable[Path] = (),
+    examine: Callable[[Summary], None] | None = None,
 ) -> FeatureStats:
     total: FeatureStats | None = None
     held: list[tuple[Part, Path]] = []  # the sites' own files that are in the sum, and which file brought each
@@ -179,7 +184,7 @@ def _total(
                 total = total.beside(sort, head.origin)
             except UnskewError as error:
                 raise DataError(f"{path}: {error} (the first file was {start})") from None
-            own = _pour(file, head, total, sign)
+            own = _pour(file, head, total, sign, examine if sign > 0 else None)
         if sign > 0:
             _check_new(path, own, held, path in accept)
             held += [(part, path) for part in own]
@@ -240,14 +245,18 @@ def counts_of(path: Path) -> tuple[Tensor, Tensor | None]:
     return whole["count"], whole.get(f"{HELD}count")
 
 
-def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> tuple[Part, ...]:
+def _pour(
+    file: Reader, head: Head, total: FeatureStats, sign: int, examine: Callable[[Summary], None] | None = None
+) -> tuple[Part, ...]:
     """Add the contents of a file to a sum in place, checking them on the way; whoever is refused spoils the sum. Gives
     the parts that the file brings, itself if it is a site's own.
     """
     arrived: dict[str, Tensor] = {}
-    poured = [_Part(str(file.path), head, total, head.form, "", sign)]
+    step = STEP[rounding_of(head.form, head.precision)]
+    scrutiny = Scrutiny(str(file.path), head.form, head.transform, head.dimension, step) if examine else None
+    poured = [_Part(str(file.path), head, total, head.form, "", sign, scrutiny)]
     if total.held_out is not None:
-        poured.append(_Part(str(file.path), head, total.held_out, "pooled", HELD, sign))
+        poured.append(_Part(str(file.path), head, total.held_out, "pooled", HELD, sign, scrutiny))
     for name, start, piece in file.read():
         low, high = map(float, piece.aminmax()) if piece.numel() else (0.0, 0.0)  # in place of copies
         if not (low > -HIGHEST and high < HIGHEST):  # so for NaN too
@@ -274,30 +283,40 @@ def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> tuple[Par
         raise DataError(f"{file.path}: more examples are held out than there are")
     if head.right is not None and head.right > head.examples:
         raise DataError(f"{file.path}: right is {head.right}, but there are {head.examples} examples")
+    if scrutiny is not None and examine is not None:
+        count, mean, *held = (value for part in poured for value in (arrived[f"{part.prefix}count"], part.means))
+        examine(scrutiny.summary(count, mean, head.origin, (held[0], held[1]) if held else None, head.right))
     if head.parts:
         return head.parts
-    return (part_of(head.digest, head.site, arrived["count"], head.held_out, poured[0].mean_of(arrived)),)
+    return (part_of(head.digest, head.site, arrived["count"], head.held_out, poured[0].means),)
 
 
 class _Part:
     """A part of a file, all its examples or those that are held out, on its way into a sum."""
 
-    def __init__(self, where: str, head: Head, into: FeatureStats, form: str, prefix: str, sign: int) -> None:
+    def __init__(
+        self, where: str, head: Head, into: FeatureStats, form: str, prefix: str, sign: int, scrutiny: Scrutiny | None
+    ) -> None:
         self.where, self.head, self.into, self.form, self.prefix, self.sign = where, head, into, form, prefix, sign
+        self.scrutiny = scrutiny
         self.joint: Joint | None = None
+        self.means = into.mean  # of this part, once they have arrived
 
     def meet(self, arrived: Mapping[str, Tensor]) -> Joint:
         """Join the counts and the means, once they have arrived."""
         if self.joint is None:
             count = arrived[f"{self.prefix}count"]
             _check_counts(f"{self.where}: {self.prefix}", count, arrived[f"{self.prefix}mean"])
+            self.means = self._mean_of(arrived)
+            if self.scrutiny is not None:
+                self.scrutiny.begin(count, self.means)
             try:
-                self.joint = self.into._meet(count, self.mean_of(arrived), self.sign)
+                self.joint = self.into._meet(count, self.means, self.sign)
             except DataError as error:
                 raise DataError(f"{self.where}: {error}") from None
         return self.joint
 
-    def mean_of(self, arrived: Mapping[str, Tensor]) -> Tensor:
+    def _mean_of(self, arrived: Mapping[str, Tensor]) -> Tensor:
         """The class means, whatever they were taken from."""
         count, mean = arrived[f"{self.prefix}count"], arrived[f"{self.prefix}mean"].double()
         centre = arrived.get(f"{self.prefix}centre")
@@ -308,7 +327,7 @@ class _Part:
         joint, place = self.meet(arrived), slice(None) if label is None else label
         count, cubes, wide = (arrived.get(f"{self.prefix}{name}") for name in ("count", "cubes", "spread"))
         assert count is not None
-        if self.into.form == "none":
+        if self.into.form == "none" and self.scrutiny is None:
             return
         scatter = scatter.double()
         if wide is not None:
@@ -317,6 +336,11 @@ class _Part:
         where = f"{self.where}: {self.prefix}" if label is None else f"{self.where}: class {label}"
         _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.head)
         cubes = None if cubes is None else cubes[place]
+        if self.scrutiny is not None and self.prefix == HELD:
+            self.scrutiny.see_held_out(count, self.means, scatter)
+        elif self.scrutiny is not None:
+            held = self.into.held_out is not None
+            self.scrutiny.see(count[place], self.means[place], scatter, cubes, label, keep=held)
         self.into._join_scatter(joint, self.form, scatter, cubes, self.sign, label)
 
 
