@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import pickle
 import struct
 import tarfile
@@ -473,6 +474,47 @@ def test_decoded_images_are_kept_until_the_folder_changes(tmp_path, monkeypatch)
     read()
     assert not decoded
     assert [entry.name for entry in cache.iterdir()] == [kept.name]
+
+
+@pytest.mark.parametrize("way", ["in place", "by a copy that keeps its time", "two change places"])
+def test_images_that_were_replaced_are_read_anew(tmp_path, way):
+    """Names, sizes and times may all be those of before."""
+
+    def picture(value):
+        return encoded(np.full((6, 5, 3), value, np.uint8))
+
+    files = {
+        f"{kind}/{number}.png": picture(10 * number + place) for place, kind in enumerate("ab") for number in range(4)
+    }
+    folder, cache = place(tmp_path / "photos", files), tmp_path / "cache"
+    before = readers.class_folders(folder, cache)
+    old, other = folder / "a" / "1.png", folder / "a" / "2.png"
+    times, content = old.stat(), old.read_bytes()
+    old.write_bytes(other.read_bytes())
+    if way == "two change places":
+        other.write_bytes(content)
+    if way != "in place":
+        os.utime(old, ns=(times.st_atime_ns, times.st_mtime_ns))
+        os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = readers.class_folders(folder, cache)
+    fresh = readers.class_folders(folder)
+    assert all(np.array_equal(one, two) for one, two in zip(after[:4], fresh[:4], strict=True))
+    assert not all(np.array_equal(one, two) for one, two in zip(after[:4], before[:4], strict=True))
+
+
+def test_what_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
+    folder, cache, plain = place(tmp_path / "photos", class_files("")), tmp_path / "cache", images.decoded
+
+    def changing(*rest):
+        made = plain(*rest)
+        place(folder, {"a/more.png": encoded(pixels(6, 5, 3))})
+        return made
+
+    monkeypatch.setattr(images, "decoded", changing)
+    assert len(readers.class_folders(folder, cache).x) == 8
+    assert not list(cache.glob("*"))
+    monkeypatch.undo()
+    assert len(readers.class_folders(folder, cache).x) == 9
 
 
 def test_a_cache_that_cannot_be_written_is_only_mentioned(tmp_path, caplog):

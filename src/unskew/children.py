@@ -36,9 +36,20 @@ def devoted(pulse: Any, at_once: bool) -> None:
     `at_once`: let the system kill it, where it can; not for a child of a thread that may end before its process.
     """
     parent = os.getppid()
-    if at_once and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if at_once:
+        die_with_parent()
     threading.Thread(target=_beat, args=(pulse, parent), daemon=True).start()
+
+
+def die_with_parent() -> None:
+    """Let the system kill this process when the thread that started it ends, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def lasting() -> bool:
+    """Whether this thread lasts as long as its process: what it starts may end with it."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _beat(pulse: Any, parent: int) -> None:

@@ -40,7 +40,7 @@ from unskew.models import Split
 from unskew.optim import SGD
 from unskew.seeds import derive
 from unskew.simulate import Training
-from unskew.tree import Tree, each, pick, rows, under
+from unskew.tree import Tree, each, pick, rows, stack, under
 
 # ---------------------------------------------------------------------------------------------- trees as rows
 
@@ -241,7 +241,8 @@ class Lanes:
         self.streams = [torch.cuda.Stream() for _ in range(STREAMS)] if self.device.type == "cuda" else []
         self.apart = self._traced(1, compile) if form == "apart" else None
         self.pair = self._traced(PAIR, compile) if in_pairs else None
-        self.tried = {
+        self.of_a_pair: list[Tensor] | None = None  # what a pair has made of `begun`
+        self.begun = {
             "model": tree, "server": tree, "start": tree, "state": forms["state"], "memory": client.memory,
             "numbers": {name: like.new_tensor(value) for name, value in algorithm.numbers.items()},
             "given": {name: like.new_tensor(0.1) for name in forms["given"]},
@@ -299,26 +300,29 @@ class Lanes:
         return graph.replay
 
     def _agree(self, step: Callable[..., None], size: int) -> bool:
-        """Whether steps of so many lanes do to each of them what steps of a pair do, to the bit, at any progress."""
-        assert self.pair is not None
-        length = self.buffers["rows"].shape[1]
-        draw, lanes = torch.Generator().manual_seed(0), {}
-        for name, value in self.buffers.items():
-            lanes[name] = value.new_zeros(1, *value.shape[1:])
-        for name, tree in self.tried.items():
+        """Whether steps of so many lanes do to each of them what steps of a pair do, to the bit, first and last."""
+        if self.of_a_pair is None:
+            assert self.pair is not None
+            self.of_a_pair = self._tried(self.pair, PAIR)
+        both = zip(self.of_a_pair, self._tried(step, size), strict=True)
+        return all(torch.equal(one[:1].expand_as(many), many) for one, many in both)
+
+    def _tried(self, step: Callable[..., None], size: int) -> list[Tensor]:
+        """What a first and a last step do to so many equal lanes."""
+        draw = torch.Generator().manual_seed(0)
+        lanes = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.buffers.items()}
+        for name, tree in self.begun.items():
             lanes[name][0] = self.forms[name].packed(tree, ())
         lanes["model"] += 0.01 * torch.randn(lanes["model"].shape, generator=draw, dtype=lanes["model"].dtype)
+        length = lanes["rows"].shape[1]
         lanes["rows"].random_(len(self.data.y), generator=draw)
         self.forms["given"].trees(lanes["given"])["count"].fill_(length)
-        several = [each(lambda value, count=count: value.repeat_interleave(count, 0), lanes) for count in (PAIR, size)]
-        for progress in range(4):
-            for held, taken in zip(several, (self.pair, step), strict=True):
-                held["position"].fill_(progress * (length - 1) // 3)
-                taken(*held.values())
-            for name in ("model", "velocity", "loss"):
-                if not torch.equal(several[0][name][:1].expand_as(several[1][name]), several[1][name]):
-                    return False
-        return True
+        lanes, after = each(lambda value: value.repeat_interleave(size, 0), lanes), []
+        for position in (0, length - 1):
+            lanes["position"].fill_(position)
+            step(*lanes.values())
+            after += [lanes[name].clone() for name in ("model", "velocity", "loss")]
+        return after
 
     def _stream(self, lane: int, ends: contextlib.ExitStack) -> contextlib.AbstractContextManager[Any]:
         """A stream for a lane, beside the others; `ends` waits for it."""
@@ -408,8 +412,13 @@ class Lanes:
         def leaves(local: Local, context: Context, size: Tensor) -> tuple[Tree, Client]:
             return leave(run.net, run.algorithm, sgd, local, context, size)
 
-        axes = Context(*(0 if tree else None for tree in context))  # type: ignore[arg-type]
-        uploads, client = vmap(leaves, in_dims=(0, axes, 0))(local, context, sizes)
+        if len(places) == 1:
+            one = Local(rows(local.model, 0), {}, rows(local.steps, 0), local.loss[0])
+            uploads, client = leaves(one, Context(*(rows(trees[name], 0) for name in Context._fields)), sizes[0])
+            uploads, client = stack([uploads]), Client(*(stack([part]) for part in client))
+        else:
+            axes = Context(*(0 if tree else None for tree in context))  # type: ignore[arg-type]
+            uploads, client = vmap(leaves, in_dims=(0, axes, 0))(local, context, sizes)
         return uploads, self.kept.packed(client.tree(), (len(places),)), local.loss
 
     def move(self, source: int, target: int) -> None:

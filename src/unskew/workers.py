@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections import deque
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unskew.children import Child, Failure, devoted, died, failure, heard
+from unskew.children import Child, Failure, devoted, died, failure, heard, lasting
 from unskew.engine import Engine, Visited, added_up, alone, engines, noted
 from unskew.errors import COUNT, UsageError, check_number
 from unskew.exchange import Client
@@ -139,12 +138,11 @@ class Worker(NamedTuple):
 def _hired(run: Training, count: int) -> Iterator[list[Worker]]:
     """Workers that end with this context, for whatever reason it ends."""
     fork, server, crew = multiprocessing.get_context("fork"), Shared(), list[Worker]()
-    lasting = threading.current_thread() is threading.main_thread()  # it ends with the process, not before
     try:
         with _forking():
             for _ in range(count):
                 (pipe, theirs), client, pulse = fork.Pipe(), Shared(), fork.RawValue("Q", 0)
-                given = (run, theirs, server, client, pulse, lasting)
+                given = (run, theirs, server, client, pulse, lasting())
                 child = Child(fork.Process(target=_serve, args=given, daemon=True), pipe, pulse)
                 child.process.start()
                 theirs.close()  # so that a worker's death closes the pipe
@@ -238,10 +236,10 @@ def _alive(worker: Worker, id: int) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- in a worker
 
 
-def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared, pulse: Any, lasting: bool) -> None:
+def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared, pulse: Any, at_once: bool) -> None:
     """Train the clients that are asked for, until the worker is killed."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a progress bar's wait for its thread, which is not here
-    devoted(pulse, at_once=lasting)
+    devoted(pulse, at_once)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unskew.children import Child, Failure, devoted, died, failure, heard
+from unskew.children import Child, Failure, devoted, died, failure, heard, lasting
 from unskew.experiments.experiment import Experiment
 from unskew.locks import folder_locked
 from unskew.results import Record
@@ -201,6 +201,7 @@ def _received(child: Child, name: str) -> Result:
 def _hired(out: Path, count: int) -> Iterator[list[Child]]:
     """Processes that end with this context: those that work are told to stop, and keep what they have reached."""
     context, crew = multiprocessing.get_context("forkserver"), list[Child]()
+    context.set_forkserver_preload([*(["unskew.fork_server"] if lasting() else []), "unskew.experiments.runner"])
     try:
         for _ in range(count):
             (pipe, theirs), pulse = context.Pipe(), context.RawValue("Q", 0)
