@@ -35,10 +35,11 @@ SPREAD = 20.0  # times as varied, or as little: refused
 DISTANCE = 2.5  # of the largest squared distance between two classes: refused
 TAKEN = 0.75  # of the way from one class to another: its examples are taken for the other's
 SURE = 4.0  # standard deviations by which that must be beyond the middle
-MANY = 3  # classes whose examples are taken for others': refused
+MANY = 2  # classes whose examples are taken for others': refused
 NEGATIVE = 0.01  # of the squared length: how much of a mean may be negative where others' are not
 DRIFT = 6.0  # times what chance would do, and what the other sites have: told
 GIANT = 1000.0  # times the examples of all other sites together: refused
+PAIRS = 1000  # classes that are compared with each other
 ROUNDED = 1e-7  # relative: what a sum may be rounded by when something was taken out
 ENOUGH = 5  # examples, or sites, for something to be sure
 CENTRAL = 0.4  # of the weight is trimmed at either end
@@ -163,7 +164,9 @@ def _references(sites: Sequence[Summary], counts: Tensor) -> Iterator[Reference]
         centre, worth = shared.clone(), weight.clone()
         for label, have in few.items():
             rest = [k for k in have if k != number]
-            if rest:
+            if len(rest) == 1:
+                centre[label], worth[label] = sites[rest[0]].mean[label], counts[rest[0], label]
+            elif rest:
                 centre[label], worth[label] = _central([sites[k].mean[label] for k in rest], counts[rest, label])
         yield Reference(centre, worth, spread[number], traces)
 
@@ -238,19 +241,27 @@ def _compared(site: Summary, reference: Reference, negative: float, others: int)
     spread = scatter / site.free / total if scatter is not None and site.free >= ENOUGH and total > 0 else None
     noise = torch.where(both, 1 / count.clamp(min=1) + 1 / worth.clamp(min=1), 0.0)
     apart = ((mean - centre) ** 2).sum(1)
-    widest = float(torch.pdist(centre[known]).amax() ** 2) if int(known.sum()) > 1 else 0.0
+    some = _commonest(known, worth)
+    widest = float(torch.pdist(centre[some]).amax() ** 2) if len(some) > 1 else 0.0
     room = max(widest, total) + total * noise
-    distance = {k: float(apart[k] / room[k]) for k in both.nonzero().flatten().tolist() if room[k] > 0}
+    distance = _by_label(apart / room, both & (room > 0))
     chance = total * float(noise.sum())
     drift = float(apart[both].sum()) / chance if chance > 0 else None
     classes: dict[int, float] = {}
     if reference.traces is not None:
-        for label in both.nonzero().flatten().tolist():
-            size = float(own[label] + site.traces[label] / count[label])
-            usual = float(lengths[label] + (reference.traces[label] if reference.traces[label] > 0 else total))
-            if usual > 0:
-                classes[label] = size / usual
+        usual = lengths + torch.where(reference.traces > 0, reference.traces, total)
+        classes = _by_label((own + site.traces / count.clamp(min=1)) / usual, both & (usual > 0))
     return Comparison(scale, spread, classes, distance, _taken(site, reference, noise, both), drift, negative, others)
+
+
+def _by_label(values: Tensor, where: Tensor) -> dict[int, float]:
+    return dict(zip(where.nonzero().flatten().tolist(), values[where].tolist(), strict=True))
+
+
+def _commonest(where: Tensor, counts: Tensor) -> Tensor:
+    """The classes among some that have most examples, `PAIRS` at most: pairs of more would take too long."""
+    labels = where.nonzero().flatten()
+    return labels if len(labels) <= PAIRS else labels[counts[labels].topk(PAIRS).indices].sort().values
 
 
 def _taken(
@@ -259,8 +270,8 @@ def _taken(
     """For each class of a site and the other class that it is nearest to: where its mean lies on the way there, in
     units of each feature's deviation, and how sure that is.
     """
-    known = (reference.weight >= ENOUGH).nonzero().flatten()
-    rows = (both & (site.counts >= ENOUGH) & (reference.weight >= ENOUGH)).nonzero().flatten()
+    known = _commonest(reference.weight >= ENOUGH, reference.weight)
+    rows = _commonest(both & (site.counts >= ENOUGH) & (reference.weight >= ENOUGH), site.counts)
     variance = reference.variance
     top = float(variance.max())
     if len(known) < 2 or not len(rows) or not top > 0:
@@ -310,6 +321,8 @@ def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> I
     yield from _ratio(site, "spread", f"the variance of its features within classes over {whose}", found.spread,
                       [other.spread for other in others], SPREAD)  # fmt: skip
     for label, ratio in found.scales.items():
+        if 1 / ODD < ratio < ODD:
+            continue
         peers = [other.scales.get(label) for other in others]
         room = SCALE * (1 + 2 / float(site.counts[label]))
         yield from _ratio(site, "scale", f"the mean squared length of features over {whose}", ratio, peers, room, label)
