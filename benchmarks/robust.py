@@ -138,14 +138,15 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.alarms:
-        print(f"\nHonest sites alone, `python benchmarks/robust.py --alarms --seeds {args.seeds}`: 2, 3, 10 and 30 sites, "
+        command = f"`python benchmarks/robust.py --alarms --seeds {args.seeds}`"
+        print(f"\nHonest sites alone, {command}: 2, 3, 10 and 30 sites, "
               "cut alike and by alpha 0.5, 0.1 and 0.05, networks trained and random.\n")  # fmt: skip
         alarms(args)
         return
     print("# Sites that lie, and a robust sum\n")
     print(f"`python benchmarks/robust.py --form {args.form} --seeds {args.seeds}`, torch {torch.__version__}, CPU; "
-          f"digits, accuracy in % on\n500 examples, mean ± standard deviation over {args.seeds} seeds of the cut (three of the "
-          "network).\n")  # fmt: skip
+          f"digits, accuracy in % on\n500 examples, mean ± standard deviation over {args.seeds} seeds of the cut "
+          "(three of the network).\n")  # fmt: skip
     honest(args)
     for alpha in ("alike", "alpha 0.1"):
         print()
