@@ -16,6 +16,7 @@ from pictures import MEAN, STD, folder_of, pixels, prepared, write_network
 from unskew.agreement import Known, agreed_labels, agreed_preparation, check_known
 from unskew.errors import DataError, UsageError
 from unskew.preparation import Preparation
+from unskew.results import save_sealed
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors")
 LABELS = ("--labels", "names.txt")
@@ -106,8 +107,8 @@ def test_heads_carry_what_they_need(work):
     stats = collected("--hold-out", "0.3")
     done("calibrate", *MODEL, *stats, "--propose", "heads.safetensors")
     for site in "ab":
-        answer = done("evaluate", *MODEL, "--data", site, "--heads", "heads.safetensors", "--hold-out", "0.3", "--out",
-                      f"{site}.answer")  # fmt: skip
+        answer = done("evaluate", *MODEL, "--data", site, "--heads", "heads.safetensors", "--hold-out", "0.3",
+                      "--stats", f"{site}.stats", "--out", f"{site}.answer")  # fmt: skip
         assert "inputs are prepared as heads.safetensors says" in answer.err
     answers = ("--heads", "heads.safetensors", "--validate", "a.answer", "b.answer")
     answer = done("calibrate", *MODEL, *stats, *answers, "--out", "better.safetensors")
@@ -224,7 +225,8 @@ def test_a_calibrated_file_that_tells_nonsense_is_refused(work, change):
     done("calibrate", *MODEL, *collected(), "--out", "better.safetensors")
     with safe_open("better.safetensors", "pt") as file:
         about = json.loads(file.metadata()["calibrated"])
-    save_file(load_file("better.safetensors"), "forged.safetensors", {"calibrated": json.dumps(about | change)})
+    forged = {"calibrated": json.dumps(about | change)}
+    save_sealed(work / "forged.safetensors", load_file("better.safetensors"), forged)
     answer = unskew("evaluate", "--model", "net.py:build", "--weights", "forged.safetensors", "--data", "test")
     assert answer.code == 1
     assert "forged.safetensors: what it says of its calibration is damaged" in answer.err

@@ -20,6 +20,7 @@ from unskew.collecting import collect
 from unskew.cutting import split
 from unskew.heads import ffc
 from unskew.heads_file import opened
+from unskew.results import save_sealed
 from unskew.statistics import FeatureStats
 from unskew.statistics_header import head_of
 
@@ -316,11 +317,12 @@ def test_a_calibrated_model_that_contradicts_itself_is_refused(work, change, tra
     with safe_open("x.safetensors", "pt") as file:
         about = json.loads(file.metadata()["calibrated"])
     tree = load_file("x.safetensors")
-    save_file(tree, "forged.safetensors", {"calibrated": json.dumps(about | change)})
+    save_sealed(work / "forged.safetensors", tree, {"calibrated": json.dumps(about | change)})
     read = ("--model", "net.py:build", "--data", "test.npz")
-    assert "is not among its weights" in unskew("evaluate", *read, "--weights", "forged.safetensors").err
+    refusal = unskew("evaluate", *read, "--weights", "forged.safetensors").err
+    assert "is not among its weights" in refusal or "the limit 'classes'" in refusal
     del tree["2.weight"]
-    save_file(tree, "short.safetensors", {"calibrated": json.dumps(about)})
+    save_sealed(work / "short.safetensors", tree, {"calibrated": json.dumps(about)})
     answer = unskew("evaluate", *read, "--weights", "short.safetensors")
     assert answer.code == 1
     assert "short.safetensors: its" in answer.err
@@ -492,7 +494,7 @@ def test_bad_input_is_refused_by_name_and_nothing_is_written(work):
     calibrated("nobody.stats: the site has no examples", files[0], "nobody.stats")
     assert "nobody.stats holds no examples" in unskew("inspect", files[0], "nobody.stats").out
     unit = collected("--transform", "unit", sites=1, names="unit_{}.stats")
-    calibrated("unit_0.stats: statistics of different transform", files[0], *unit)
+    calibrated("unit_0.stats has the transform unit, site_0.stats identity", files[0], *unit)
     save_file({name: value + 1 for name, value in load_file("global.safetensors").items()}, "later.safetensors")
     calibrated(
         "collected with other weights", *files, model=("--model", "net.py:build", "--weights", "later.safetensors")
@@ -730,7 +732,8 @@ def test_odd_requests_get_a_message(work):
     answer = unskew("calibrate", *MODEL, "--stats", "three.stats", "--out", "y.safetensors")
     assert "give --classes 3 for a new head" in answer.err
     tree = load_file("global.safetensors")
-    save_file(tree, "odd.safetensors", {"calibrated": '{"layer": "nine", "transform": "identity", "labels": null}'})
+    odd = {"calibrated": '{"layer": "nine", "transform": "identity", "labels": null}'}
+    save_sealed(work / "odd.safetensors", tree, odd)
     answer = unskew("evaluate", "--model", "net.py:build", "--weights", "odd.safetensors", "--data", "test.npz")
     assert "odd.safetensors" in answer.err
     assert (
@@ -757,7 +760,7 @@ def test_ctrl_c_leaves_nothing_behind(work):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "stopped" in err
     assert not list(work.glob("*.stats*"))
     assert not list(work.glob(".*tmp"))

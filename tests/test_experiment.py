@@ -75,7 +75,7 @@ def test_a_toml_file(tmp_path) -> None:
         ('rounds = "two"', UsageError, "rounds is 'two', which is not a whole number"),
         ("[rounds]\nnumber = 2", UsageError, "rounds is {'number': 2}, which is not a whole number"),
         ("fraction = 2", UsageError, "fraction is 2.0: it must be above 0 and at most 1"),
-        ("alpha 1", DataError, "not a TOML file"),
+        ("alpha 1", DataError, "not TOML"),
     ],
 )
 def test_a_bad_toml_file_is_refused_by_name(tmp_path, text, kind, words) -> None:

@@ -169,7 +169,7 @@ def test_a_function_travels_by_its_name_and_a_digest_of_its_file(tmp_path):
         ("prep:transform", "it must be like"),
         (f"{path}:", "it must be like"),
         (f"{path}:trans form", "it must be like"),
-        (f"{tmp_path}/none.py:transform", "can't be read (No such file"),
+        (f"{tmp_path}/none.py:transform", "there is no such file"),
     ):
         with pytest.raises(UsageError) as error:
             Preparation.of_function(spec)

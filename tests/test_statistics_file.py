@@ -228,7 +228,7 @@ def test_a_class_whose_last_example_leaves_is_empty(tmp_path):
 
 def test_headers_that_are_too_long_are_not_written(path):
     z, y = features()
-    names = tuple(f"{number} {'x' * 400_000}" for number in range(4))
+    names = tuple(f"{number} {'x' * 4_000_000}" for number in range(4))
     stats = replace(FeatureStats.of(z, y, 4), origin=Origin(labels=names))
     with pytest.raises(DataError, match="shorten the classes' names"):
         stats.save(path)
@@ -328,7 +328,7 @@ def sealed(path, payload, header):
         ({"labels": ["a", "b"]}, "labels has 2 names for 4 classes"),
         ({"labels": "abcd"}, "labels is"),
         ({"preparation": 3}, "preparation is"),
-        ({"classes": 2**30}, "can't be meant"),
+        ({"classes": 2**30}, "the limit 'classes' is"),
         ({"form": "full"}, "form is 'full'"),
         ({"precision": "int4"}, "precision is 'int4'"),
         ({"transform": "log"}, "unknown transform 'log'"),

@@ -238,7 +238,7 @@ def test_a_task_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("version = 1\n[model", "not a task of Unskew"),
+        ("version = 1\n[model", "not TOML"),
         ("model = 1", "version is None; this Unskew reads version 1"),
         ("version = 2", "version is 2; this Unskew reads version 1"),
         ("version = 1\n[model]\nmodel = 'cnn'", "nonce is missing"),
@@ -276,7 +276,11 @@ def test_a_task_that_was_spoilt_is_refused(tmp_path, text, message):
 
 def test_what_is_no_task_is_refused(tmp_path):
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
-    for name, message in (("none.toml", "there is no such file"), ("bytes.toml", "not a task"), (".", "can't be read")):
+    for name, message in (
+        ("none.toml", "there is no such file"),
+        ("bytes.toml", "not a text in UTF-8"),
+        (".", "can't be read"),
+    ):
         with pytest.raises(DataError, match=message):
             load(tmp_path / name)
 

@@ -239,20 +239,27 @@ def inspect_files(files: tuple[Path, ...], sites: Path | None, influence: bool, 
 def _show_files(found: Mapping[str, Any]) -> None:
     sites = found["files"]
     scored = ["old head right"] if any(site["right"] is not None for site in sites) else []
-    table = table_of("file", "examples", "classes", "d", "form", "precision", "transform", "size", "held out", *scored)
-    for site in sites:
+    signed = ["signed by"] if any(site["site"] is not None for site in sites) else []
+    table = table_of("file", *signed, "examples", "classes", "d", "form", "precision", "transform", "size", "held out",
+                     *scored)  # fmt: skip
+    for site in sites[:MOST_ROWS]:
         held, right = ("·" if site[name] is None else f"{site[name]:,}" for name in ("held_out", "right"))
-        table.add_row(site["file"], f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
+        by = [site["site"] or "·"] if signed else []
+        table.add_row(site["file"], *by, f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
                       str(site["dimension"]), site["form"], site["precision"], site["transform"], size(site["bytes"]),
                       held, *([right] if scored else []))  # fmt: skip
     show(table)
+    if len(sites) > MOST_ROWS:
+        show(f"Left out: {len(sites) - MOST_ROWS:,} more files; --json has them.")
     for name in ("layer", "inputs", "preparation"):
         values = {site[name] for site in sites}
         if len(values) == 1 and values != {None}:
             show(f"{name}: {values.pop()}")
     _show_counts(found)
-    for warning in found["warnings"]:
+    for warning in found["warnings"][:MOST_ROWS]:
         show(f"! {warning}")
+    if len(found["warnings"]) > MOST_ROWS:
+        show(f"! and {len(found['warnings']) - MOST_ROWS:,} more; --json has them.")
     if not found["warnings"] and not found["refused"]:
         show("Nothing to beware of was found.")
 
@@ -277,6 +284,7 @@ def _show_influence(found: Mapping[str, Any]) -> None:
 
 
 FEW_SITES, FEW_CLASSES = 12, 20  # that have columns of their own
+MOST_ROWS = 200  # of a table that anybody reads
 
 
 def _show_counts(found: Mapping[str, Any]) -> None:
@@ -286,11 +294,16 @@ def _show_counts(found: Mapping[str, Any]) -> None:
     labels, counts = [row["label"] for row in found["table"]], [row["counts"] for row in found["table"]]
     few = len(names) <= FEW_SITES
     table = table_of("class", "examples", "sites", "largest share", *(names if few else []))
-    for label, row in zip(labels, counts, strict=True):
+    order = list(range(len(labels)))
+    if len(labels) > MOST_ROWS:
+        order = sorted(sorted(order, key=lambda place: -sum(counts[place]))[:MOST_ROWS])
+    for label, row in ((labels[place], counts[place]) for place in order):
         own = [f"{count:,}" if count else "·" for count in row] if few else []
         share = f"{max(row) / max(sum(row), 1):.0%}"
         table.add_row(label, f"{sum(row):,}", str(sum(map(bool, row))), share, *own)
     show(table)
+    if len(labels) > MOST_ROWS:
+        show(f"Left out: the {len(labels) - MOST_ROWS:,} classes with the fewest examples; --json has them.")
     if not few and len(labels) <= FEW_CLASSES:
         turned = table_of("site", *labels)
         for name, column in zip(names, zip(*counts, strict=True), strict=True):

@@ -208,7 +208,9 @@ def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
         means, some = torch.stack([site.mean[labels] for site in sites]), counts[:, labels]
         apart = ((means - _central(means, some)[0]) ** 2).sum(2)
         spreads.append((some * apart)[some > 0])
-    alike = float(torch.cat(spreads).median()) / dimension if spreads else 0.0
+    seen = torch.cat(spreads) if spreads else counts.new_zeros(1)
+    seen = seen[seen > 1e-9 * seen.max()]  # where one of two sites is the trimmed mean, it is no distance from it
+    alike = float(seen.median()) / dimension if len(seen) else 0.0
     return [torch.full((dimension,), alike, dtype=torch.float64)] * len(sites)
 
 

@@ -73,8 +73,10 @@ def reading(where: object, what: str = "can't be read") -> Iterator[None]:
     """Turn whatever goes wrong with the content of a file into a `DataError` that names it, after `what`."""
     try:
         yield
-    except UnskewError:
-        raise
+    except UnskewError as error:
+        if str(where) in str(error):
+            raise
+        raise DataError(f"{where}: {error}") from error
     except Exception as error:  # what a stranger's file can cause is no closed list
         if is_memory(error):
             raise DataError(f"{where}: it needs more memory than there is here") from error

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from unskew import limits
 from unskew.agreement import Known
 from unskew.collecting import weights_digest
 from unskew.cutting import rejoined, split
 from unskew.endings import is_linear
 from unskew.errors import DataError, UsageError
 from unskew.features import ended
-from unskew.files import parse_json
+from unskew.files import parse_json, reading
 from unskew.fingerprints import Part
 from unskew.foreign import brings_weights, libraries, load_module
 from unskew.heads import behind, plain
@@ -36,7 +37,7 @@ from unskew.signing import Key, Signed, is_name, is_nonce, is_signature, signatu
 from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
-from unskew.weights import is_safetensors, put_weights, read_weights, renamed, save_weights
+from unskew.weights import is_safetensors, put_weights, read_weights, renamed
 
 OLD = "old"  # the name of the head that the model has
 MOST_HEADS = 16
@@ -62,10 +63,12 @@ def opened(
     layer: str | None = None,
     trust: bool = False,
     example: Any = None,
+    check: Callable[[nn.Module], None] = lambda module: None,
 ) -> Opened:
     """The model of a spec (see `foreign.load_module`) with its weights, cut where `example` or `layer` says.
 
-    Its number of classes is that of the weights. `classes` gives it a new head for another number, of zeros.
+    Its number of classes is that of the weights. `classes` gives it a new head for another number, of zeros. `check`
+    is shown the module before anything is run on it, and may refuse it.
     """
     tree = read_weights(weights) if weights else {}
     about = _about(weights) if weights else {}
@@ -79,6 +82,7 @@ def opened(
     source = spec.partition(":")[0]
     if inside is None and source in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
+        limits.check("classes", inside, weights)
     module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
     tree = renamed(module, tree, weights) if weights else {}
     layer = about["layer"] if layer is None and about and (len(starts) == 1 or example is None) else layer
@@ -90,6 +94,7 @@ def opened(
     if weights:
         _resize(module, tree)
         put_weights(module, tree, weights)
+    check(module)
     model = split(module, example, layer)
     if held:
         head = linear_of(held["weight"].flatten(1), held.get("bias"))
@@ -106,19 +111,21 @@ def opened(
 
 def _about(path: Path) -> dict[str, Any]:
     """What stands in the metadata of a calibrated model; nothing, for other weights."""
-    text = metadata_of(path).get("calibrated") if is_safetensors(path) else None
-    try:
-        about = json.loads(text) if text else {}
+    metadata = metadata_of(path) if is_safetensors(path) else {}
+    text, damaged = metadata.get("calibrated"), "what it says of its calibration is damaged"
+    if text and "seal" not in metadata:
+        raise DataError(f"{path}: {damaged}: it has no seal; get it again")
+    with reading(path, damaged):
+        about = parse_json(text, f"{path}: {damaged}") if text else {}
         if not about:
             return {}
+        limits.check("classes", int(about["classes"]), path)
         return {
             "layer": str(about["layer"]),
             "classes": int(about["classes"]),
             "transform": Transform(about["transform"]).name,
             "known": _known(path, about),
         }
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: what it says of its calibration is damaged ({error})") from None
 
 
 def known_of_model(path: Path, classes: int | None = None) -> Known:
@@ -173,7 +180,7 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     about = {"layer": layer, "classes": linear(model.classifier).out_features, "transform": front, "calibrator": name,
              "examples": int(stats.count.sum()), **_told(stats.origin)}  # fmt: skip
     tree = rejoined(model, module)
-    save_weights(path, tree, {"calibrated": json.dumps(about)})
+    save_sealed(path, tree, {"calibrated": json.dumps(about)})
     own = module.state_dict()
     if front != "identity":
         return f"its classifier stands behind the transform {front}: plain torch needs --export"
@@ -275,11 +282,8 @@ def write_heads(
 
 def known_of_heads(path: Path) -> Known:
     """What a file of candidate heads says of the data that they were made from."""
-    metadata = metadata_of(path)
-    try:
-        return _known(path, json.loads(metadata["data"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: holds no heads, or damaged ones ({error}); {PROPOSE}") from None
+    with reading(path, f"holds no heads, or damaged ones; {PROPOSE}"):
+        return _known(path, parse_json(metadata_of(path)["data"], f"{path}: what it says of its data"))
 
 
 class Heads(NamedTuple):
@@ -312,14 +316,24 @@ def read_heads(path: Path, model: Split, parts: Iterable[Part] | None = None) ->
                         "collected with")  # fmt: skip
     if parts is not None and metadata["statistics"] != digest(sorted(part.digest for part in parts)):
         raise DataError(f"{path}: heads made from other statistics: give the --stats and --without of --propose")
-    found: dict[str, nn.Module] = {}
-    try:
-        for name, front in json.loads(metadata["heads"]).items():
-            layer = linear_of(tree[f"{name}/weight"], tree.get(f"{name}/bias"))
-            found[name] = behind(layer, front, model.dimension)
-            found[name](torch.zeros(1, model.dimension, dtype=layer.weight.dtype))
-    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise DataError(f"{path}: its heads don't fit the model ({error})") from None
-    if len(found) > MOST_HEADS:  # each answer tells something of the site's examples
-        raise DataError(f"{path}: holds {len(found)} heads; at most {MOST_HEADS} are scored")
-    return Heads(found, signed)
+    with reading(path, "its heads don't fit the model"):
+        fronts = parse_json(metadata["heads"], f"{path}: the list of its heads")
+        if not isinstance(fronts, dict) or not fronts:
+            raise DataError(f"{path}: holds no heads; {PROPOSE}")
+        if len(fronts) > MOST_HEADS:  # each answer tells something of the site's examples
+            raise DataError(f"{path}: holds {len(fronts)} heads; at most {MOST_HEADS} are scored")
+        limits.check("unbacked", sum(Transform(front).nbytes(model.dimension) for front in fronts.values()), path)
+        return Heads({name: _head(name, front, tree, model) for name, front in fronts.items()}, signed)
+
+
+def _head(name: str, front: str, tree: Tree, model: Split) -> nn.Module:
+    """A candidate head of a file behind its transform; refused before it is made where it does not fit the model."""
+    weight, bias = tree[f"{name}/weight"], tree.get(f"{name}/bias")
+    expected = (model.classes, Transform(front).width(model.dimension))
+    biased = bias is None or bias.shape == expected[:1]
+    if weight.shape != expected or not biased or not weight.is_floating_point():
+        raise DataError(f"its heads don't fit the model: {name!r} is {weight.dtype} of shape {tuple(weight.shape)}; it "
+                        f"must be floating point of shape {expected}")  # fmt: skip
+    if not all(torch.isfinite(value).all() for value in (weight, bias) if value is not None):
+        raise DataError(f"{name!r} holds NaN or infinity")
+    return behind(linear_of(weight, bias), front, model.dimension)

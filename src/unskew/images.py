@@ -7,23 +7,27 @@ CMYK become RGB, an alpha channel is dropped, of several pictures in a file the 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from unskew import specs
+from unskew import limits, specs
 from unskew.errors import DataError, UsageError
+from unskew.files import is_memory, open_regular, read_bytes
 from unskew.preparation import INTERPOLATIONS, Preparation
 
 if TYPE_CHECKING:
@@ -36,6 +40,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # Pillow knows m
 NAMED = 5  # of files that are left out, at most so many are named
 CHECKED = 8  # so many images are given to a user's function twice, to see whether it is random
 
+_PILLOW = threading.Lock()
 _GREY = ("1", "L", "LA")  # Pillow's modes of grey images
 _DEEP = ("I", "F")  # how its modes of more than 8 bits begin
 _WHOLE = re.compile(r"-?[0-9]+")
@@ -79,8 +84,12 @@ def in_order(names: Iterable[str], where: object) -> tuple[str, ...]:
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
     """What lies in a folder, sorted by name, without what is hidden."""
+    found: list[os.DirEntry[str]] = []
     try:
-        found = [entry for entry in os.scandir(path) if not entry.name.startswith(".")]
+        with os.scandir(path) as entries:
+            for entry in entries:
+                limits.check("folder_entries", len(found) + 1, path)
+                found += [] if entry.name.startswith(".") else [entry]
     except OSError as error:
         raise DataError(f"{path} can't be read: {error.strerror}") from error
     return sorted(found, key=lambda entry: entry.name)
@@ -141,27 +150,44 @@ def beside(left_out: Sequence[LeftOut]) -> str:
 
 def is_grey(path: Path) -> bool:
     """Whether a file holds a grey image; its header alone is read."""
-    from PIL import Image
-
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            return image.mode in _GREY
-    except Exception as error:  # a damaged image can raise anything
-        raise _damaged(path, error) from error
+    with _refusing(path), open_regular(path, "image") as file, _opened(file, path) as image:
+        return image.mode in _GREY
 
 
 def picture(read: Callable[[], bytes], name: str, channels: int | None = None) -> Picture:
     """Decode an image in Pillow's mode L (1 channel) or RGB (3); None: L if it is grey. More than 8 bits stay."""
+    with _refusing(name), _opened(io.BytesIO(read()), name) as image:
+        image.load()
+        return _in_mode(image, channels)
+
+
+@contextlib.contextmanager
+def _refusing(name: object) -> Iterator[None]:
+    """Refuse an image that is damaged, which can raise anything, or larger than is allowed; where memory is short it
+    may be whole.
+    """
+    try:
+        yield
+    except DataError as error:
+        raise DamagedImage(f"{name} can't be read as an image: {str(error).removeprefix(f'{name}: ')}") from error
+    except Exception as error:
+        if is_memory(error):
+            raise DataError(f"{name}: it needs more memory than there is here") from error
+        raise _damaged(name, error) from error
+
+
+def _opened(file: BinaryIO, name: object) -> Picture:
+    """An image whose header alone has been read, and whose size is checked: by our limit instead of Pillow's."""
     from PIL import Image
 
-    try:
-        with Image.open(io.BytesIO(read()), formats=FORMATS) as image:
-            image.load()
-            return _in_mode(image, channels)
-    except MemoryError:  # the image may be whole
-        raise
-    except Exception as error:  # a damaged image can raise anything
-        raise _damaged(name, error) from error
+    with _PILLOW:  # its own limit belongs to the whole process, and to whoever else uses it there
+        theirs, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            image = Image.open(file, formats=FORMATS)
+        finally:
+            Image.MAX_IMAGE_PIXELS = theirs
+    limits.check("pixels", math.prod(image.size), name)
+    return image
 
 
 def _in_mode(image: Picture, channels: int | None) -> Picture:
@@ -193,6 +219,7 @@ def scaled(image: Picture, preparation: Preparation) -> Picture:
         shorter, longer = sorted((width, height))
         long = int(preparation.resize * longer / shorter)
         width, height = (preparation.resize, long) if width <= height else (long, preparation.resize)
+    limits.check("pixels", width * height, f"an image of {image.width} x {image.height} scaled to {width} x {height}")
     if (width, height) != image.size:
         image = image.resize((width, height), Image.Resampling[INTERPOLATIONS[preparation.interpolation]])
     if preparation.crop is not None:
@@ -217,7 +244,8 @@ def _pixels(image: Picture, name: str, preparation: Preparation, remedy: str) ->
     if image.mode.startswith(_DEEP):
         white = "and what is white is not known"
         raise DataError(f"{name} has more than 8 bits a pixel (mode {image.mode}), {white}: {remedy}")
-    return np.asarray(scaled(image, preparation))
+    with _refusing(name):
+        return np.asarray(scaled(image, preparation))
 
 
 def _without_copies(preparation: Preparation) -> int | None:
@@ -237,7 +265,7 @@ class Example(NamedTuple):
 
 def of_file(file: Path) -> Example:
     """The image in a file, which is read when it is asked for."""
-    return Example(str(file), partial(picture, file.read_bytes, str(file)))
+    return Example(str(file), partial(picture, partial(read_bytes, file, "image"), str(file)))
 
 
 def of_array(name: str, array: Array) -> Example:
@@ -299,8 +327,8 @@ def _by_function(preparation: Preparation) -> Callable[[Example], Array]:
         return made.detach().cpu().float()
 
     def one(example: Example) -> Array:
-        made = called(example)
-        if next(calls) < CHECKED and not torch.equal(made, called(example)):
+        number, made = next(calls), called(example)
+        if number < CHECKED and not torch.equal(made, called(example)):
             remedy = "leave out what is random, such as flips and random crops"
             raise UsageError(
                 f"preparation is {name!r}, which makes something else of {example.name} each time: {remedy}"

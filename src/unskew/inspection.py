@@ -8,7 +8,7 @@ from typing import Any
 
 from unskew.doubts import doubts_of
 from unskew.errors import DataError
-from unskew.fingerprints import Part, copies
+from unskew.fingerprints import Part, same_data
 from unskew.influence import influences
 from unskew.origin import Origin
 from unskew.scrutiny import Summary
@@ -19,6 +19,7 @@ from unskew.statistics_header import Head, head_of
 
 LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two
 CHEAP = {"class": "diagonal", "pooled": "none"}  # what is held of each file: skewness takes squares of each class
+NAMED = 20  # classes in a warning
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
@@ -43,9 +44,8 @@ def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, An
     classes = max(head.classes for head in heads)
     names = next((head.origin.labels for head in heads if head.origin.labels), None)
     label = [names[number] if names and number < len(names) else str(number) for number in range(classes)]
-    counts = [
-        [int(stats.count[number]) if number < stats.classes else 0 for stats in found] for number in range(classes)
-    ]
+    columns = [[*map(int, stats.count.tolist()), *[0] * (classes - stats.classes)] for stats in found]
+    counts = [list(row) for row in zip(*columns, strict=True)]
     doubts = doubts_of(seen)
     return {
         "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
@@ -89,7 +89,7 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
         differ = [name for name in ("classes", "dimension", "transform") if getattr(head, name) != getattr(first, name)]
         for name in Origin.__dataclass_fields__:
             if first.origin.contradicts(head.origin, name):
-                differ.append({"weights": "weights behind the features"}.get(name, name))
+                differ.append({"weights": "weights behind the features", "nonce": "task"}.get(name, name))
         if (head.origin.labels is None) != (first.origin.labels is None):
             warnings.append(f"of {path} and {files[0]} only one names its classes: make sure that they mean the same")
         if (head.held_out is None) != (first.held_out is None):
@@ -106,14 +106,19 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
 def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
     """Files of the same data, and parts of sums that are there themselves or in another sum."""
     warnings: list[str] = []
-    met: list[tuple[Part, Path]] = []
+    known: dict[str, list[tuple[Part, Path]]] = {}  # by their counts
+    signers: dict[str, list[Path]] = {}
     for path, stats in zip(files, found, strict=True):
-        signed = [other for part, other in met if part.site and part.site in {own.site for own in stats.parts}]
+        names = dict.fromkeys(own.site for own in stats.parts if own.site)
+        signed = dict.fromkeys(other for name in names for other in signers.get(name, []))
         warnings += [f"{path} is signed by the same site as {other}: leave one out" for other in signed]
-        twice = {mine for mine, _ in copies([part for part, _ in met], stats.parts)}
-        others = dict.fromkeys(place for part, place in met if part in twice)
+        others = dict.fromkeys(place for own in stats.parts for part, place in known.get(own.counts, [])
+                               if same_data(part, own))  # fmt: skip
         warnings += [f"{path} has the same data as {other}, or a part of them: leave one out" for other in others]
-        met += [(part, path) for part in stats.parts]
+        for own in stats.parts:
+            known.setdefault(own.counts, []).append((own, path))
+        for name in names:
+            signers.setdefault(name, []).append(path)
     return warnings
 
 
@@ -132,17 +137,22 @@ def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], c
         if len(files) > 1 and sum(map(bool, row)) == 1:
             alone.setdefault(files[max(range(len(row)), key=row.__getitem__)], []).append(name)
     for path, names in alone.items():
-        warnings.append(f"{path} alone has class {', '.join(names)}: what is said of it is said of that site")
+        warnings.append(f"{path} alone has class {_few(names)}: what is said of it is said of that site")
     absent = [name for name, row in zip(label, counts, strict=True) if not sum(row)]
     if absent:
-        warnings.append(f"no file has examples of class {', '.join(absent)}: a new classifier can't know it")
+        warnings.append(f"no file has examples of class {_few(absent)}: a new classifier can't know it")
     few = [name for name, row in zip(label, counts, strict=True) if 0 < sum(row) <= heads[0].dimension]
     if few and heads[0].form == "class":
         warnings.append(
-            f"class {', '.join(few[:10])}{', ...' if len(few) > 10 else ''}: no more examples than features, so the "
-            "covariance is singular; ffc and lda do not mind"
+            f"class {_few(few)}: no more examples than features, so the covariance is singular; ffc and lda do not mind"
         )
     return warnings
+
+
+def _few(names: Sequence[str]) -> str:
+    """Some names, and how many there are more."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _of_shape(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:

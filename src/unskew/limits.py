@@ -52,10 +52,11 @@ TABLE: Mapping[str, Limit] = MappingProxyType({
     "width": Limit("200000", "features", "that a step of a feature transform makes"),
     "steps": Limit("8", "steps", "of a feature transform"),
     "inputs": Limit("134217728", "numbers", "in one example that a model takes, as a file says"),
-    "image": Limit("1GB", "bytes of image", "an image file"),
+    "image": Limit("1GB", "bytes of a file", "an image, or another file in a folder of data"),
     "pixels": Limit("134217728", "pixels", "an image, in its file and scaled"),
     "line": Limit("64MB", "characters", "a line of a CSV table"),
     "download": Limit("100GB", "bytes", "a file from the web"),
+    "silence": Limit("60", "seconds", "without a sign of life from a process that trains clients, or runs of a table"),
 })  # fmt: skip
 
 FREE = 256 * 10**6  # bytes that anything may unpack to, whatever its ratio

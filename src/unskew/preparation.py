@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.errors import DataError, UsageError, check_number, lookup
+from unskew.files import read_bytes
 
 PIXELS = "pixels/255"
 INTERPOLATIONS = {name: name.upper() for name in ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")}
@@ -126,9 +127,9 @@ class Preparation:
         if not colon or not file.endswith(".py") or not attribute.isidentifier():
             raise UsageError(f"function is {spec!r}: it must be like 'prep.py:transform', a file and its function")
         try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise UsageError(f"function is {spec!r}: {file} can't be read ({error.strerror})") from None
+            content = read_bytes(path, "text")
+        except DataError as error:
+            raise UsageError(f"function is {spec!r}: {error}") from None
         digest = hashlib.sha256(content).hexdigest()[:16]
         return cls(channels=channels, function=f"{path.name}:{attribute}", digest=digest, path=path)
 

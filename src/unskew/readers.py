@@ -10,29 +10,28 @@ folders, .npz.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import logging
 import math
 import os
 import pickle
-import tarfile
-import zipfile
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from unskew import images
+from unskew import archives, images, limits
+from unskew.download import checksum_of
 from unskew.errors import DataError
+from unskew.files import is_memory, read_bytes
 from unskew.preparation import Preparation
+from unskew.results import replacing
 
 Array = npt.NDArray[Any]
 Files = Mapping[str, Callable[[], bytes]]  # path inside the data set, with "/" -> its content
@@ -44,8 +43,19 @@ FASHION_CLASSES = (
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 
-# What Python raises on damaged gzip, tar, zip and npy content.
-_DAMAGE = (OSError, EOFError, ValueError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile)
+DOWNLOAD = ". Delete it and download it again."
+
+
+@contextmanager
+def _whole(path: Path, what: str, remedy: str = "") -> Iterator[None]:
+    """Refuse a file that turns out damaged: what is in it can raise anything."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        why = "it needs more memory than there is here" if is_memory(error) else str(error) or type(error).__name__
+        raise DataError(f"{path} {what}: {why}{remedy}") from error
 
 
 _ORDER = 2  # raised when the same folder is read otherwise: as what was kept of it is then no more
@@ -75,7 +85,11 @@ def stratified(y: Array) -> tuple[Array, Array]:
 
 
 def _walk(folder: Path) -> Iterable[Path]:
-    return (Path(where) / name for where, _, names in os.walk(folder) for name in names)
+    count = 0
+    for where, _, names in os.walk(folder):
+        count += len(names)
+        limits.check("folder_entries", count, folder)
+        yield from (Path(where) / name for name in names)
 
 
 def contents(path: Path, inside: str = "", skip: tuple[str, ...] = ()) -> Files:
@@ -85,29 +99,16 @@ def contents(path: Path, inside: str = "", skip: tuple[str, ...] = ()) -> Files:
     compared. `inside` is the archive's outermost folder, which is left out of the names.
     """
     if path.is_dir():
-        found = {file.relative_to(path).as_posix(): file.read_bytes for file in _walk(path)}
+        found = {file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for file in _walk(path)}
         return {name: found[name] for name in sorted(found) if not name.startswith(skip)}
 
     def within(name: str) -> str:
         return name.removeprefix("./").removeprefix(inside + "/")
 
-    held: dict[str, bytes] = {}
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as bundle:
-                for entry in bundle.infolist():
-                    if not entry.is_dir() and not within(entry.filename).startswith(skip):
-                        held[within(entry.filename)] = bundle.read(entry)
-        else:
-            with gzip.open(path) as stream, tarfile.open(fileobj=stream) as tar:
-                for member in tar:
-                    content = tar.extractfile(member) if member.isreg() else None
-                    if content is not None and not within(member.name).startswith(skip):
-                        held[within(member.name)] = content.read()
-                while stream.read(1 << 20):  # gzip compares its checksum at the very end only
-                    pass
-    except _DAMAGE as error:
-        raise DataError(f"{path} is no complete archive: {error}. Delete it and download it again.") from error
+    held = {}
+    with _whole(path, "is no complete archive", DOWNLOAD):
+        for name, content in archives.members(path, lambda name: not within(name).startswith(skip)):
+            held[within(name)] = content
     return {name: partial(held.__getitem__, name) for name in sorted(held)}
 
 
@@ -125,6 +126,7 @@ def _images(files: Files, names: Sequence[str], path: Path, size: int | None) ->
         return images.decoded(files[name], f"{path}: {name}", scaling)
 
     height, width = one(names[0]).shape[:2]
+    limits.check("memory", len(names) * height * width * 3, path)
     stack = np.empty((len(names), height, width, 3), np.uint8)
     coloured = False
     with ThreadPoolExecutor() as pool:
@@ -138,31 +140,35 @@ def _images(files: Files, names: Sequence[str], path: Path, size: int | None) ->
 
 
 def _fingerprint(path: Path, size: int | None) -> str:
-    """Return a digest of `size`, of how we read, and of the names and sizes of all files under `path`."""
-    files = [path] if path.is_file() else _walk(path)
-    there = (file for file in files if file.exists())  # a link may lead nowhere
-    listing = sorted((file.relative_to(path.parent).as_posix(), file.stat().st_size) for file in there)
-    return hashlib.sha256(repr((listing, size, _ORDER)).encode()).hexdigest()
+    """Return a digest of `size`, of how we read, and of the names and contents of all files under `path`.
+
+    Reading contents takes a hundredth to a seventh of the time of decoding; names, sizes and times of files would not
+    tell of one that was replaced by a copy which kept its time.
+    """
+    files = sorted([path] if path.is_file() else _walk(path))
+    state = hashlib.sha256(repr((size, _ORDER)).encode())
+    with ThreadPoolExecutor() as pool:
+        for file, content in zip(files, pool.map(_content, files), strict=True):
+            state.update(repr((file.relative_to(path.parent).as_posix(), content)).encode())
+    return state.hexdigest()
+
+
+def _content(file: Path) -> str | None:
+    """The checksum of a file; None for what is no file, or can't be read: whoever needs it will say so."""
+    try:
+        return checksum_of(file)
+    except (DataError, OSError):
+        return None
 
 
 def _load_npz(path: Path, *keys: str) -> dict[str, Array]:
     """Return those of `keys` that an .npz file holds."""
-    try:
-        with path.open("rb") as raw:  # opened here, since numpy leaves a damaged file open
-            if not zipfile.is_zipfile(raw):
-                raise ValueError("it does not end as one")
-            raw.seek(0)
-            with np.load(raw, allow_pickle=False) as file:
-                return {key: file[key] for key in keys if key in file.files}
-    except _DAMAGE as error:
-        raise DataError(f"{path} is no complete .npz file: {error}") from error
+    with _whole(path, "is no complete .npz file"):
+        return archives.arrays(path, keys)
 
 
 def _cached(path: Path, cache: Path | None, size: int | None, decode: Callable[[], Arrays]) -> Arrays:
-    """Return `decode()`, or what it gave last time for the same files and the same size.
-
-    A folder counts as the same while its file names and file sizes are.
-    """
+    """Return `decode()`, or what it gave last time for the same names and contents of files and the same size."""
     if cache is None:
         return decode()
     place = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:12]
@@ -173,15 +179,12 @@ def _cached(path: Path, cache: Path | None, size: int | None, decode: Callable[[
             x, y, x_test, y_test, labels = _load_npz(kept, *Arrays._fields).values()
             return Arrays(x, y, x_test, y_test, tuple(labels.tolist()))
     arrays = decode()
-    part = kept.with_name(f"{kept.name}.{os.getpid()}.part")
+    if _fingerprint(path, size) != mark:  # files have changed while they were read
+        return arrays
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as out:
+        with replacing(kept) as part, part.open("wb") as out:
             np.savez(out, mark=mark, **{**arrays._asdict(), "labels": np.array(arrays.labels)})
-        os.replace(part, kept)
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
         logging.getLogger(__name__).warning("decoded images are not kept for next time: %s", error)
     return arrays
 
@@ -202,12 +205,8 @@ def digits() -> Arrays:
 
 def idx(path: Path, dimensions: int) -> Array:
     """Read one idx file of unsigned bytes, gzipped or not, with so many dimensions."""
-    try:
-        raw = path.read_bytes()
-        if raw.startswith(b"\x1f\x8b"):
-            raw = gzip.decompress(raw)
-    except _DAMAGE as error:
-        raise DataError(f"{path} can't be read: {error}. Delete it and download it again.") from error
+    with _whole(path, "can't be read", DOWNLOAD):
+        raw = archives.gunzipped(path)
     start = 4 + 4 * dimensions
     magic = bytes((0, 0, 8, dimensions))
     if len(raw) < start or raw[:4] != magic:
@@ -250,10 +249,26 @@ class _Restricted(pickle._Unpickler):
         "numpy._core.multiarray._reconstruct": _Pickled,
         "numpy.ndarray": _Pickled,
         "numpy.dtype": _Pickled,
-        "_codecs.encode": lambda text, _="latin1": text.encode("latin1"),  # how Python 3 writes bytes in protocol 2
+    }
+    # An empty array of bytes of any length is made before its content is looked for.
+    dispatch: ClassVar = {
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
     }
 
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content), encoding="bytes")
+        self.left = 2 * len(content)  # bytes to be made of texts: each could be asked for many times
+
+    def encoded(self, text: str, encoding: str = "latin1") -> bytes:
+        """Bytes as Python 3 writes them in protocol 2."""
+        self.left -= len(text)
+        if self.left < 0:
+            raise pickle.UnpicklingError("it unpacks to more than it holds")
+        return text.encode("latin1")
+
     def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" == "_codecs.encode":
+            return self.encoded
         if f"{module}.{name}" not in self.known:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR file does")
         return self.known[f"{module}.{name}"]
@@ -266,20 +281,22 @@ def _plain(value: Any) -> Any:
         if kind.arguments[0] not in (b"u1", "u1"):
             raise ValueError(f"expected unsigned bytes, found type {kind.arguments[0]!r}")
         return np.frombuffer(data, np.uint8).reshape(shape, order="F" if fortran else "C")
-    if all(isinstance(entry, bytes) for entry in value):
-        return tuple(entry.decode() for entry in value)
-    return np.array(value, np.int64)
+    if type(value) is not list:
+        raise ValueError(f"expected a list, found {type(value).__name__}")
+    if all(type(entry) is int for entry in value):  # lists in lists could repeat each other without end
+        return np.array(value, np.int64)
+    return tuple(entry.decode() for entry in value)
 
 
 def _unpickle(files: Files, name: str, path: Path, *keys: str) -> list[Any]:
     """Return the values of `keys` in one pickled dictionary."""
     content = _take(files, name, path)
     try:
-        table = _Restricted(io.BytesIO(content), encoding="bytes").load()
+        table = _Restricted(content).load()
         return [_plain(table[key.encode()]) for key in keys]
     except Exception as error:  # a damaged pickle can raise anything
         wanted = ", ".join(keys)
-        raise DataError(f"{path}: {name} is damaged or no CIFAR file with {wanted}: {error!r}") from error
+        raise DataError(f"{path}: {name} is damaged or no CIFAR file with {wanted}: {repr(error)[:300]}") from error
 
 
 def cifar(path: Path, name: str = "cifar10", labels: str = "fine") -> Arrays:
@@ -397,7 +414,9 @@ def class_folders(path: Path, cache: Path | None = None, size: int | None = None
                 raise DataError(f"{path}: class folder {start}{name} holds no image{images.beside(left_out)}")
         for some in left_out:
             logging.getLogger(__name__).warning("%s: left out are %s", path / start, some)
-        own = {file.relative_to(path).as_posix(): file.read_bytes for group in groups for file in group}
+        own = {
+            file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for group in groups for file in group
+        }
         files |= own
         listings.append(_Listing(list(own), np.repeat(np.arange(len(labels)), list(map(len, groups)))))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import DataError
+from unskew.files import open_regular, parse_json, read_bytes, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,38 +62,43 @@ def write_text(path: Path, text: str) -> None:
 
 
 def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Replace a safetensors file."""
+    """Replace a safetensors file; equal contents make equal bytes."""
     from safetensors.torch import save
 
-    # Not save_file: it reports a full disk as an error of its own, and its files can't be read by others.
-    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}, metadata)
+    # Not save_file: it reports a full disk as an error of its own, and its files can't be read by others. And not its
+    # metadata: the library writes them in an order of chance.
+    content = memoryview(save({name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}))
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    text = json.dumps({**header, **json.loads(bytes(content[8:begin]))}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     with replacing(path) as temporary:
-        temporary.write_bytes(content)
+        temporary.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, content[begin:]]))
 
 
 def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:
-    """The tensors and the metadata of a safetensors file, or a refusal that names the file."""
-    with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    """The tensors and the metadata of a safetensors file, or a refusal that names the file; also of one whose seal does
+    not fit, where it has one.
+    """
+    from safetensors import safe_open
+
+    from unskew.headers import UNREADABLE, read_header
+
+    with open_regular(path, "memory") as opened:
+        metadata, kinds = read_header(opened, path)
+        with reading(path, UNREADABLE), safe_open(path, framework="pt") as file:
+            tree = {name: file.get_tensor(name) for name in kinds}
+    told = metadata.get("seal")
+    if told is not None and told != seal(tree, {name: value for name, value in metadata.items() if name != "seal"}):
+        raise DataError(f"{path}: damaged, or changed: its contents do not fit its seal; get it again")
+    return tree, metadata
 
 
 def metadata_of(path: Path) -> dict[str, str]:
     """The metadata alone: no tensor is read."""
-    with _opened(path) as file:
-        return file.metadata() or {}
+    from unskew.headers import header_of
 
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: not a readable safetensors file, or cut short ({error})") from None
+    return header_of(path).metadata
 
 
 def save_sealed(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -103,8 +109,8 @@ def save_sealed(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str]
 def load_sealed(path: Path) -> tuple[Tree, dict[str, str]]:
     """What `save_sealed` wrote, or a refusal if any bit of it is another one now: safetensors itself checks none."""
     tree, metadata = load_tree(path)
-    if metadata.pop("seal", None) != seal(tree, metadata):
-        raise DataError(f"{path}: damaged, or not written by a run: its contents do not fit its seal")
+    if metadata.pop("seal", None) is None:
+        raise DataError(f"{path}: damaged, or not written by a run: it has no seal")
     return tree, metadata
 
 
@@ -140,11 +146,12 @@ def rewrite(path: Path, records: list[Record]) -> None:
 
 def read(path: Path) -> list[Record]:
     """The records of a history; a last line that was cut off by a kill is left out."""
-    *lines, _ = path.read_bytes().split(b"\n")
+    *lines, _ = read_bytes(path, "history").split(b"\n")
     try:
-        records = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise DataError(f"{path}: a line is not a record ({error}); the file is damaged") from None
+        records = [parse_json(line, path, finite=False) for line in lines]
+    except DataError as error:
+        why = str(error).removeprefix(f"{path}: ")
+        raise DataError(f"{path}: a line is not a record ({why}); the file is damaged") from None
     if not all(isinstance(record, dict) and "kind" in record for record in records):
         raise DataError(f"{path}: a line is not a record of a run; the file is damaged")
     return records

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew import images, readers, specs
+from unskew import images, limits, readers, specs
 from unskew.data import KNOWN, channels_first, load, normalise
 from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
+from unskew.files import read_text
 from unskew.images import DamagedImage, LeftOut
 from unskew.preparation import PIXELS, Preparation
 from unskew.results import digest
@@ -153,11 +154,8 @@ def site_data(
 
 def read_labels(path: str | Path) -> tuple[str, ...]:
     """Read the names of the classes, one a line, in the order of their numbers; blank lines are ignored."""
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read as a list of classes: {error}") from error
-    names = [line.strip() for line in text.splitlines() if line.strip()]
+    names = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    limits.check("classes", len(names), path)
     if twice := [name for name, times in Counter(names).items() if times > 1]:
         raise DataError(f"{path} names classes more than once: {', '.join(twice)}; each must stand there once")
     if not names:

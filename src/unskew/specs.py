@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from unskew.errors import UnskewError, UsageError, lookup
+from unskew.files import read_bytes
 
 Made = TypeVar("Made")
 
@@ -184,7 +185,7 @@ def _run(path: Path) -> ModuleType:
     sys.modules[module.__name__] = module
     try:
         with _beside(folder, root):
-            exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+            exec(compile(read_bytes(path, "text"), str(path), "exec"), module.__dict__)
     except ModuleNotFoundError as error:
         missing = (error.name or "").removeprefix(f"{top}.")
         raise ModuleNotFoundError(

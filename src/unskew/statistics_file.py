@@ -19,15 +19,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unskew import limits
 from unskew.errors import DataError, UnskewError, UsageError
+from unskew.files import reading
 from unskew.fingerprints import Part, copies, part_of
+from unskew.headers import Kind
 from unskew.merging import Joint, squares_of
 from unskew.packing import factor_in_place, pack, upper
 from unskew.scrutiny import Scrutiny, Summary
 from unskew.signing import Key, signature_of
 from unskew.statistics import CUBED, REDUCES, FeatureStats, Sort
 from unskew.statistics_header import HELD, PRECISIONS, Head, kinds_of, metadata_of, read_head, rounding_of
-from unskew.streams import Kind, Reader, size, write
+from unskew.streams import Reader, size, write
 
 STEP = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-9, "int16": 0.5 / 32767}  # of rounding, relative
 HIGHEST = 1e100  # of any number in a file: products of such numbers can be held
@@ -164,7 +167,7 @@ def _total(
     total: FeatureStats | None = None
     held: list[tuple[Part, Path]] = []  # the sites' own files that are in the sum, and which file brought each
     for path, sign, summed in files:
-        with Reader(path) as file:
+        with reading(path), Reader(path) as file:
             head = read_head(file)
             check_role(path, head, summed)
             if sign < 0 and head.digest not in [part.digest for part, _ in held]:
@@ -176,6 +179,7 @@ def _total(
             try:
                 if total is None:
                     start = path
+                    _check_memory(path, sort)
                     total = replace(FeatureStats.zero(*sort), origin=head.origin, right=0)
                 total = total.beside(sort, head.origin)
             except UnskewError as error:
@@ -192,6 +196,12 @@ def _total(
     if total is None:
         raise UsageError("there are no statistics to add: give the files of at least one site")
     return replace(total, parts=tuple(part for part, _ in held))
+
+
+def _check_memory(path: Path, sort: Sort) -> None:
+    """Refuse statistics whose sum does not fit into memory; a file can be smaller, in a lower precision."""
+    kinds = kinds_of(sort.classes, sort.dimension, sort.form, "float64", sort.held_out)
+    limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
 
 
 def check_role(path: Path, head: Head, summed: bool | None) -> None:
@@ -221,7 +231,7 @@ def _check_new(path: Path, own: Sequence[Part], held: Sequence[tuple[Part, Path]
 
 def counts_of(path: Path) -> tuple[Tensor, Tensor | None]:
     """The examples of each class in a file (C,), and those of its held-out part; the rest is not read."""
-    with Reader(path) as file:
+    with reading(path), Reader(path) as file:
         wanted = {name for name in ("count", f"{HELD}count") if name in file.kinds}
         found: dict[str, list[Tensor]] = {}
         for name, start, piece in file.read():

@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unskew import __version__
+from unskew import __version__, limits
 from unskew.errors import DataError, UsageError
+from unskew.files import parse_json
 from unskew.fingerprints import Part, is_part
+from unskew.headers import Kind
 from unskew.inputs import parsed
 from unskew.origin import Origin
 from unskew.packing import scatter_shape
 from unskew.signing import Signed, is_name, is_nonce, is_signature
 from unskew.statistics import CUBED, FORMS, FeatureStats
-from unskew.streams import Kind, Reader, layout
+from unskew.streams import Reader, layout
 
 VERSION = 1
 PRECISIONS = {
@@ -160,10 +162,7 @@ def read_head(file: Reader) -> Head:
         raise DataError(
             f"{path}: not a statistics file (its header has no digest): `unskew stats` and FeatureStats.save write them"
         )
-    try:
-        header = {name: json.loads(value) for name, value in file.metadata.items()}
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: the header is not JSON ({error})") from None
+    header = {name: parse_json(value, f"{path}: the header") for name, value in file.metadata.items()}
     if "version" in header and not FIELDS["version"][0](header["version"]):  # first: others may have other fields
         raise DataError(f"{path}: version is {header['version']!r}; {FIELDS['version'][1]}")
     if set(header) != set(FIELDS):
@@ -172,8 +171,8 @@ def read_head(file: Reader) -> Head:
         if not fits(header[name]):
             raise DataError(f"{path}: {name} is {str(header[name])[:80]!r}; {words}")
     classes, dimension, form, precision = (header[name] for name in ("classes", "dimension", "form", "precision"))
-    if max(classes, dimension) > 2**24:
-        raise DataError(f"{path}: {classes} classes, {dimension} features: can't be meant")
+    limits.check("classes", classes, path)
+    limits.check("dimension", dimension, path)
     expected = kinds_of(classes, dimension, form, precision, header["held_out"] is not None)
     if set(file.kinds) != set(expected):
         raise DataError(

@@ -12,39 +12,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unskew import limits
 from unskew.errors import DataError
+from unskew.files import open_regular, reading
+from unskew.headers import TYPES, Kind, read_header, unreadable
 from unskew.results import replacing
 from unskew.signing import LENGTH
 
-TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-MOST_HEADER = 2**20  # bytes; ours have a few thousand
 PIECE = 16 * 2**20  # bytes that are read at a time
-
-
-class Kind(NamedTuple):
-    """The type and the shape of a tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def layout(kinds: Mapping[str, Kind]) -> list[str]:
@@ -91,14 +75,11 @@ def write(
 
     `sign` makes the signature of a digest, which comes beside it.
     """
-    if len(_header(kinds, metadata)) > MOST_HEADER - 100:
-        raise DataError(
-            f"{path}: its header would be longer than {MOST_HEADER:,} bytes: shorten the classes' names, or "
-            "add fewer files to a sum"
-        )
+    blank = {**metadata, **_blank(sign is not None)}
+    limits.check("header", len(_header(kinds, blank)), f"{path} (shorten the classes' names, or add fewer to a sum)")
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(_header(kinds, {**metadata, **_blank(sign is not None)}))
+        file.write(_header(kinds, blank))
         for name in layout(kinds):
             digest.update(_title(name, kinds[name]))
             begin = file.tell()
@@ -117,14 +98,9 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = open_regular(path)
         try:
-            self._file = path.open("rb")
-        except FileNotFoundError:
-            raise DataError(f"{path}: there is no such file") from None
-        except OSError as error:
-            raise DataError(f"{path}: can't be read ({error.strerror})") from None
-        try:
-            self.metadata, self.kinds = self._head()
+            self.metadata, self.kinds = read_header(self._file, path)
             self.digest = self.metadata.pop("digest", None)
             self.signature = self.metadata.pop("signature", None)
         except BaseException:
@@ -137,33 +113,6 @@ class Reader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
 
-    def _refusal(self, why: str) -> DataError:
-        return DataError(f"{self.path}: not a readable safetensors file, or cut short ({why})")
-
-    def _head(self) -> tuple[dict[str, str], dict[str, Kind]]:
-        """The metadata and the kinds of all tensors, whose places must follow each other to the file's very end."""
-        whole = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
-        if whole < 8 or length > min(whole - 8, MOST_HEADER):
-            raise self._refusal(f"its header claims {length:,} bytes of {whole:,}; at most {MOST_HEADER:,} are allowed")
-        try:
-            header = json.loads(self._file.read(length))
-            metadata = header.pop("__metadata__", {})
-            places = {name: (entry["data_offsets"], Kind(TYPES[entry["dtype"]], tuple(entry["shape"])))
-                      for name, entry in header.items()}  # fmt: skip
-            fits = all(type(value) is str for value in metadata.values())
-            for (begin, end), kind in places.values():
-                numbers = (begin, end, *kind.shape)
-                fits = fits and all(type(number) is int and 0 <= number < 2**48 for number in numbers)
-                fits = fits and end - begin == kind.nbytes
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._refusal(f"its header is damaged: {type(error).__name__} {error}") from None
-        ordered = sorted(places.items(), key=lambda item: (item[1][0][0], item[1][0][1]))
-        ends = [0, *(end for _, ((_, end), _) in ordered)]
-        if not fits or [begin for _, ((begin, _), _) in ordered] != ends[:-1] or 8 + length + ends[-1] != whole:
-            raise self._refusal("its header does not fit its contents")
-        return metadata, {name: kind for name, (_, kind) in ordered}
-
     def read(self) -> Iterator[tuple[str, int, Tensor]]:
         """Every tensor in pieces: its name, the piece's first row, and some rows of it; the digest is compared last."""
         digest = hashlib.sha256(json.dumps(self.metadata, sort_keys=True).encode())
@@ -171,12 +120,14 @@ class Reader:
             digest.update(_title(name, kind))
             rows = kind.shape[0] if kind.shape else 1
             width = kind.nbytes // rows if rows else 0
+            limits.check("memory", width, self.path)
             step = max(1, PIECE // width) if width else max(1, rows)
             for start in range(0, rows, step):
                 count = min(step, rows - start)
                 raw = np.empty(count * width, np.uint8)
-                if self._file.readinto(raw.data) != len(raw):
-                    raise self._refusal("it ends too early")
+                with reading(self.path):
+                    if self._file.readinto(raw) != len(raw):  # type: ignore[attr-defined]
+                        raise unreadable(self.path, "it ends too early")
                 digest.update(raw.data)
                 yield name, start, torch.from_numpy(raw).view(kind.dtype).reshape(count, *kind.shape[1:])
         if digest.hexdigest() != self.digest:

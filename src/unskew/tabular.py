@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unskew import limits
 from unskew.errors import DataError, UsageError, lookup
+from unskew.files import open_regular, reading
 from unskew.readers import Array
 
 _CELLS = 1 << 16  # read together: Parquet in small parts takes several times as long
@@ -100,18 +103,33 @@ def _floats(cells: Array, where: Callable[[int], str]) -> Array:
 
 
 def _csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            for cells in reader:
-                if cells:  # a blank line has none
-                    yield reader.line_num, cells
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} can't be read as CSV: {error}") from error
+    with reading(path, "can't be read as CSV"), open_regular(path) as raw:
+        lines = _Lines(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), path)
+        reader = csv.reader(lines, strict=True)
+        for cells in reader:
+            lines.length = 0
+            if cells:  # a blank line has none
+                yield reader.line_num, cells
+
+
+class _Lines:
+    """The lines of a file, for a reader that joins those whose quotes do not end: cut off where they get too long."""
+
+    def __init__(self, file: io.TextIOWrapper, path: Path) -> None:
+        self.file, self.path, self.length = file, path, 0  # since the last row
+        self.most = limits.most("line")
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self.file.readline(self.most + 1):
+            self.length += len(line)
+            if self.length > self.most:
+                limits.check("line", self.length, self.path)
+            yield line
 
 
 def _csv(path: Path) -> _Columns:
     _, header = next(_csv_lines(path), (0, []))
+    limits.check("dimension", len(header), path)
     if not header:
         raise DataError(f"{path} is empty; expected the names of the columns in its first line")
 
@@ -135,14 +153,12 @@ def _parquet(path: Path) -> _Columns:
 
     def read(count: int = 1) -> Iterator[Any]:
         """The schema and the number of rows, then the rows."""
-        try:
-            with parquet.ParquetFile(path) as file:
-                yield file.schema_arrow, file.metadata.num_rows
-                yield from file.iter_batches(count)
-        except (OSError, ValueError, arrow.ArrowException) as error:
-            raise DataError(f"{path} can't be read as Parquet: {error}") from error
+        with reading(path, "can't be read as Parquet"), open_regular(path) as raw, parquet.ParquetFile(raw) as file:
+            yield file.schema_arrow, file.metadata.num_rows
+            yield from file.iter_batches(count)
 
     schema, examples = next(read())
+    limits.check("dimension", len(schema), path)
     for field in schema:
         if arrow.types.is_nested(field.type) or arrow.types.is_temporal(field.type):
             raise DataError(f"{path}: column {field.name!r} holds {field.type}; expected numbers: leave it out")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from unskew.errors import DataError, UnskewError, UsageError, lookup
+from unskew.errors import DataError, UsageError, lookup
+from unskew.files import open_regular, read_toml, reading
 from unskew.preparation import Preparation
 from unskew.results import write_text
 from unskew.signing import is_nonce, new_nonce
@@ -170,14 +170,9 @@ def _named(path: Path, folder: Path) -> str:
 def sha256(path: Path) -> str:
     """The digest of a file."""
     hashed = hashlib.sha256()
-    try:
-        with path.expanduser().open("rb") as file:
-            while block := file.read(BLOCK):
-                hashed.update(block)
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror})") from None
+    with reading(path), open_regular(path) as file:
+        while block := file.read(BLOCK):
+            hashed.update(block)
     return hashed.hexdigest()
 
 
@@ -215,18 +210,9 @@ def _toml(value: object) -> str:
 
 def load(path: Path) -> Task:
     """Read a task, or refuse it, naming the file and the field; the files that it names are not touched."""
-    try:
-        held = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror})") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"{path}: not a task of Unskew ({error}); `unskew task` writes one") from None
-    try:
+    held = read_toml(path)
+    with reading(path, "not a task of Unskew; `unskew task` writes one"):
         return Task(**_fields(held))
-    except UnskewError as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 def _fields(held: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ not a number, hence it never comes without ReLU.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unskew import limits
 from unskew.errors import UsageError
 
 EXAMPLES = (
@@ -39,10 +41,13 @@ class Transform(nn.Module):
 
     def __init__(self, name: str, dimension: int | None = None) -> None:
         super().__init__()
+        limits.check("steps", name.count("+") + 1, f"transform {name[:40]!r}")
         steps = [_parsed(name, step) for step in name.split("+")]
         self.steps = [step for step in steps if step[0] != "identity"]
         self.name = "+".join(_written(*step) for step in self.steps) or "identity"  # one name for "0.5" and ".50"
         self.dimension = dimension  # of what comes in, if known
+        if dimension is not None:
+            limits.check("unbacked", self.nbytes(dimension), f"transform {self.name!r}")
         for place, (kind, numbers) in enumerate(self.steps):
             if dimension is not None:
                 if kind == "fourier":
@@ -52,10 +57,22 @@ class Transform(nn.Module):
                 dimension = _width(kind, numbers, dimension)
 
     def width(self, dimension: int) -> int:
-        """How many numbers come out for so many that go in."""
+        """How many numbers come out for so many that go in; refused if there are too many, at any step."""
+        return self._widths(dimension)[-1]
+
+    def nbytes(self, dimension: int) -> int:
+        """How much memory its random numbers take, twice: as they are drawn and as they are held."""
+        pairs = zip(self.steps, itertools.pairwise(self._widths(dimension)), strict=True)
+        return sum((8 + 4) * out * (into + 1) for (kind, _), (into, out) in pairs if kind == "fourier")
+
+    def _widths(self, dimension: int) -> list[int]:
+        """How many numbers there are before and after each step; mere arithmetic, so that it can be refused."""
+        widths = [dimension]
         for kind, numbers in self.steps:
-            dimension = _width(kind, numbers, dimension)
-        return dimension
+            widths.append(_width(kind, numbers, widths[-1]))
+            if kind in ("squares", "fourier"):
+                limits.check("width", widths[-1], f"transform {self.name!r}")
+        return widths
 
     def forward(self, z: Tensor) -> Tensor:
         """Transform a batch of features."""
@@ -72,6 +89,7 @@ class Transform(nn.Module):
                 if hasattr(self, f"directions_{place}"):
                     directions, phases = getattr(self, f"directions_{place}"), getattr(self, f"phases_{place}")
                 else:
+                    limits.check("unbacked", 12 * int(numbers[0]) * z.shape[-1], f"transform {self.name!r}")
                     directions, phases = _waves(z.shape[-1], *numbers)
                 z = (2 / len(phases)) ** 0.5 * torch.cos(z @ directions.to(z).T + phases.to(z))
         return z

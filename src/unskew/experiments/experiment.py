@@ -9,7 +9,6 @@ record on disk are all made from these fields. Methods, calibrators and ways to 
 from __future__ import annotations
 
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unskew import files
 from unskew.errors import (
     ANY,
     COUNT,
@@ -26,7 +26,6 @@ from unskew.errors import (
     POSITIVE,
     SHARE,
     Allowed,
-    DataError,
     UsageError,
     check_number,
     lookup,
@@ -144,12 +143,9 @@ class Experiment:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The options that a TOML file gives, checked."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: there is no such file; give a TOML file of options, such as: alpha = 0.1") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a TOML file ({error})") from None
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file; give a TOML file of options, such as: alpha = 0.1")
+    values = files.read_toml(path)
     checked = Experiment.of(values, str(path))
     return {_key(name): getattr(checked, _key(name)) for name in values}
 

@@ -6,20 +6,24 @@
     model.safetensors         the trained model; where clients keep parts of it, client-ID.safetensors each
     calibrated-NAME.safetensors
     labels.png, history.png, per_class.png, personal.png
+    .lock                     while a process works here: who it is
 
-Files of tensors are sealed: one with a changed bit is refused.
+Files of tensors are sealed: one with a changed bit is refused. Equal experiments write equal files, byte for byte, but
+for the fields `seconds` and `speed` of the records, and what was measured to pick an engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from unskew import limits
+from unskew import limits, locks
 from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.exchange import Client
@@ -27,10 +31,11 @@ from unskew.experiments.experiment import Experiment
 from unskew.experiments.parts import own_model, settled_like
 from unskew.files import parse_json, read_json, reading
 from unskew.heads import plain
+from unskew.locks import folder_locked
 from unskew.methods import skeleton
 from unskew.models import Split, build, linear, linear_of
 from unskew.results import Record, load_sealed, read, save_sealed, write_text
-from unskew.simulate import Round
+from unskew.simulate import Round, Training
 from unskew.specs import is_own
 from unskew.transforms import Transform
 from unskew.tree import Tree, each, prefix, under
@@ -48,12 +53,33 @@ def stored(out: Path) -> Experiment:
     """The experiment that a folder belongs to."""
     path = out / "experiment.json"
     try:
-        values = read_json(path)
+        values = read_json(path, finite=False)
     except DataError as error:
         raise DataError(f"{path}: not an experiment; the file is damaged ({error})") from None
     if not isinstance(values, dict):
         raise DataError(f"{path}: not an experiment; the file is damaged")
-    return Experiment.of(values, str(path))
+    with reading(path, "not an experiment; the file is damaged"):
+        return Experiment.of(values, str(path))
+
+
+def ends(records: list[Record]) -> bool:
+    """Whether these are the records of a run that is finished."""
+    return bool(records) and records[-1]["kind"] == "end"
+
+
+def finished(out: Path) -> bool:
+    """Whether a folder holds a run that is finished: it is only read from then on."""
+    history = out / "records.jsonl"
+    return history.exists() and ends(read(history))
+
+
+def taken(out: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold a run's folder, which is made if need be, against other processes."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} can't be made ({error.strerror}): choose another --out") from None
+    return folder_locked(out, "wait until it is done, stop it, or choose another --out")
 
 
 def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment, list[Record]]:
@@ -64,7 +90,7 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
     if not holds_run(out):
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file: choose another --out for the run's folder")
-        if out.exists() and any(not path.name.endswith(".tmp") for path in out.iterdir()):
+        if out.exists() and any(path.name != locks.NAME and path.suffix != ".tmp" for path in out.iterdir()):
             raise UsageError(f"{out} is not empty and holds no run: choose another --out")
         return experiment, []
     held = stored(out)
@@ -82,11 +108,7 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
 
 
 def claim(experiment: Experiment, out: Path) -> None:
-    """Take a folder that `examine` has let pass."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{out} can't be made ({error.strerror}): choose another --out") from None
+    """Make a folder that is `taken`, and that `examine` has let pass, this experiment's."""
     for leftover in out.glob(".*.tmp"):  # of a run that was killed while it wrote
         leftover.unlink()
     if not holds_run(out):
@@ -97,32 +119,70 @@ def claim(experiment: Experiment, out: Path) -> None:
 
 
 def save_round(path: Path, round: Round, experiment: Experiment) -> None:
-    """Write the whole state of training."""
+    """Write the whole state of training; not how long the round took, so that equal runs have equal checkpoints."""
     tree: Tree = {**prefix("params", round.params), **prefix("state", round.state)}
     for id, client in round.clients.items():
         tree |= prefix(f"own/{id}", client.own) | prefix(f"memory/{id}", client.memory)
     about = {"number": round.number, "cohort": round.cohort, "loss": round.loss, "lr": round.lr,
-             "seconds": round.seconds, "clients": list(round.clients)}  # fmt: skip
+             "clients": list(round.clients)}  # fmt: skip
     save_sealed(path, tree, {"round": json.dumps(about), "experiment": experiment.digest})
 
 
 def load_round(path: Path, experiment: Experiment) -> Round:
     """Read it again."""
-    try:
+    with _to_be_removed(path):
         tree, metadata = load_sealed(path)
+        told = metadata.get("experiment")
+    if told is not None and told != experiment.digest:
+        raise DataError(f"{path}: the checkpoint of another experiment")
+    with _to_be_removed(path):
+        about = parse_json(metadata["round"], f"{path}: what it says of its round", finite=False)
+        numbers = {name: about[name] for name in ("number", "loss", "lr")}
+        ids = *about["cohort"], *about["clients"], numbers["number"]
+        if told is None or not all(type(value) is int and value >= 0 for value in ids):
+            raise DataError(f"{path}: not the checkpoint of a run")
+        if not all(type(value) in (int, float) for value in numbers.values()):
+            raise DataError(f"{path}: what it says of its round are no numbers")
+        clients = {id: Client(under(f"own/{id}", tree), under(f"memory/{id}", tree)) for id in about["clients"]}
+        params, state = (
+            each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state")
+        )
+        return Round(params=params, state=state, clients=clients, cohort=tuple(about["cohort"]), seconds=0.0, **numbers)
+
+
+@contextlib.contextmanager
+def _to_be_removed(path: Path) -> Iterator[None]:
+    """Refuse a checkpoint that is damaged, and say how to go on without it."""
+    try:
+        with reading(path, "not the checkpoint of a run"):
+            yield
     except DataError as error:
         raise DataError(f"{error}. Remove it, and the run begins again at round 1") from None
-    if metadata.get("experiment") != experiment.digest:
-        raise DataError(f"{path}: the checkpoint of another experiment")
-    with reading(path, "a damaged checkpoint; remove it, and the run begins again at round 1"):
-        return _round(tree, parse_json(metadata["round"], path, finite=False), experiment)
 
 
-def _round(tree: Tree, about: Record, experiment: Experiment) -> Round:
-    """The state of training that stands in a checkpoint."""
-    clients = {id: Client(under(f"own/{id}", tree), under(f"memory/{id}", tree)) for id in about.pop("clients")}
-    params, state = (each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state"))
-    return Round(params=params, state=state, clients=clients, cohort=tuple(about.pop("cohort")), **about)
+def fitting(path: Path, round: Round, training: Training) -> Round:
+    """The round of a checkpoint, whose seal anybody can make; refused if it is none of this training."""
+    start, clients = training.start(), len(training.federation.clients)
+    with _to_be_removed(path):
+        if not 1 <= round.number <= training.rounds or not all(id < clients for id in (*round.cohort, *round.clients)):
+            raise DataError(f"{path}: round {round.number} of other rounds or clients than this run has")
+        _check_alike(path, "params", round.params, start.params)
+        _check_alike(path, "state", round.state, start.state)
+        for id, client in round.clients.items():
+            _check_alike(path, f"client {id}", client.tree(), training.visitor(start, id).tree())
+    return round
+
+
+def _check_alike(path: Path, what: str, found: Tree, expected: Tree) -> None:
+    """Refuse tensors of other names, shapes or types than are expected, and those that hold no numbers."""
+    if odd := sorted(set(found) ^ set(expected)):
+        raise DataError(f"{path}: {what} has or lacks {odd[0]!r}, unlike this run's")
+    for name, value in found.items():
+        kinds = [(tuple(each.shape), each.dtype) for each in (value, expected[name])]
+        if kinds[0] != kinds[1]:
+            raise DataError(f"{path}: {name!r} of {what} is {kinds[0]}; in this run it is {kinds[1]}")
+        if not torch.isfinite(value).all():
+            raise DataError(f"{path}: {name!r} of {what} holds NaN or infinity")
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -159,6 +219,9 @@ def load_model(path: str | Path, trust: bool = False) -> Split:
 def _skeleton(path: str | Path, about: Record, tree: Tree, trust: bool) -> Split:
     """The network of a file, with any weights; its sizes are compared with those of the file before it is made."""
     name, sizes = about["network"], (about["classes"], about["channels"], about["size"])
+    if not all(type(size) is int and size > 0 for size in (*sizes, *about["shape"])):
+        raise DataError(f"{path}: the sizes of its network must be whole numbers above 0")
+    limits.check("classes", about["classes"], path)
     if is_own(name):
         if not trust:
             raise UsageError(
@@ -170,10 +233,10 @@ def _skeleton(path: str | Path, about: Record, tree: Tree, trust: bool) -> Split
     else:
         held = sum(value.numel() for value in tree.values())
         with torch.device("meta"):  # where it takes no memory
-            wanted = sum(value.numel() for value in build(name, *sizes, about["norm"]).features.parameters())
+            empty = skeleton(about["method"], build(name, *sizes, about["norm"]))
+        wanted = sum(value.numel() for value in empty.features.parameters())
         if wanted > held:
             raise DataError(f"{path}: it holds {held:,} numbers, but {name} for {sizes} would have {wanted:,} or more")
-        limits.check("classes", about["classes"], path)
         model = build(name, *sizes, about["norm"])
     return skeleton(about["method"], model)
 

@@ -1,0 +1,139 @@
+"""What compressed files and archives hold, unpacked into memory: gzip, .zip, .tar.gz and .npz.
+
+A small file can unpack to more than there is. So what an archive says of its own sizes is compared with the limits
+first, and no more is unpacked than it said; what says nothing, as gzip, is cut off at the limit. Whatever is damaged
+raises what Python raises.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from unskew import limits
+from unskew.files import open_regular
+
+BLOCK = 2**20  # bytes that are unpacked at a time
+
+
+def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """The files in a .zip or a .tar.gz, by their names, whose name is wanted; checksums are compared."""
+    with open_regular(path) as raw:
+        if zipfile.is_zipfile(raw):
+            with opened_zip(raw, path) as bundle:
+                for entry in bundle.infolist():
+                    if not entry.is_dir() and wanted(entry.filename):
+                        yield entry.filename, bundle.read(entry)
+            return
+        raw.seek(0)
+        yield from _in_tar(_Gunzipped(raw, path), path, wanted)
+
+
+def opened_zip(raw: BinaryIO, path: Path) -> zipfile.ZipFile:
+    """A .zip archive whose number of entries and sizes have been checked, by what it says of them."""
+    bundle = zipfile.ZipFile(raw)
+    entries = bundle.infolist()
+    limits.check("archive_entries", len(entries), path)
+    if odd := [entry for entry in entries if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)]:
+        raise zipfile.BadZipFile(f"{odd[0].filename[:80]!r} is compressed in an unusual way")
+    stored = [entry for entry in entries if entry.compress_type == zipfile.ZIP_STORED]
+    if odd := [entry for entry in stored if entry.file_size != entry.compress_size]:
+        raise zipfile.BadZipFile(f"{odd[0].filename[:80]!r} has another size than it says")
+    limits.check_unpacked(sum(entry.file_size for entry in entries), os.fstat(raw.fileno()).st_size, path)
+    return bundle
+
+
+class _Gunzipped:
+    """The content of a gzip file, as far as the limits allow."""
+
+    def __init__(self, raw: BinaryIO, path: Path) -> None:
+        self.path, self.packed, self.unpacked = path, os.fstat(raw.fileno()).st_size, 0
+        self.stream = gzip.GzipFile(fileobj=raw)
+
+    def read(self, size: int) -> bytes:
+        """Some more bytes, a block at a time: who asks for much must not get it before it is counted."""
+        found = []
+        while size > 0 and (block := self.stream.read(min(size, BLOCK))):
+            self.unpacked += len(block)
+            limits.check_unpacked(self.unpacked, self.packed, self.path)
+            size -= len(block)
+            found.append(block)
+        return b"".join(found)
+
+    def tell(self) -> int:
+        """How much has been read."""
+        return self.unpacked
+
+
+def _in_tar(stream: _Gunzipped, path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    file: Any = stream
+    count = 0
+    with tarfile.open(fileobj=file, mode="r|") as tar:
+        while (member := tar.next()) is not None:
+            count += 1
+            limits.check("archive_entries", count, path)
+            tar.members.clear()  # type: ignore[attr-defined]  # all of which it would keep
+            content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
+            if content is not None and wanted(member.name):
+                yield member.name, content.read()
+    while stream.read(BLOCK):  # gzip compares its checksum at the very end only
+        pass
+
+
+def gunzipped(path: Path) -> bytes:
+    """The content of a file, unpacked if it is a gzip file."""
+    with open_regular(path) as raw:
+        limits.check("memory", os.fstat(raw.fileno()).st_size, path)
+        zipped = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        return _Gunzipped(raw, path).read(limits.most("unpacked") + 1) if zipped else raw.read()
+
+
+def arrays(path: Path, keys: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """Those arrays of an .npz file whose names are among `keys`."""
+    with open_regular(path) as raw:
+        if not zipfile.is_zipfile(raw):
+            raise ValueError("it does not end as one")
+        with opened_zip(raw, path) as bundle:
+            names = bundle.namelist()
+            return {key: _array(bundle, f"{key}.npy") for key in keys if f"{key}.npy" in names}
+
+
+def _array(bundle: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
+    """An array of numbers or texts, whose shape must be that of the bytes that follow it."""
+    with bundle.open(name) as file:
+        shape, fortran, dtype = _npy_header(file)
+        if dtype.kind not in "biufUS" or not dtype.itemsize:
+            raise ValueError(f"{name} holds {dtype}, not numbers or texts")
+        size = math.prod(shape) * dtype.itemsize
+        if size != bundle.getinfo(name).file_size - file.tell():
+            raise ValueError(f"{name} has the shape {shape} of {dtype}, which its contents do not fit")
+        content = bytearray(size)
+        view = memoryview(content)
+        done = 0
+        while done < size and (block := file.read(min(BLOCK, size - done))):
+            view[done : done + len(block)] = block
+            done += len(block)
+        if done < size or file.read(1):  # at the very end the checksum is compared
+            raise EOFError(f"{name} ends too early")
+    return np.ndarray(shape, dtype, content, order="F" if fortran else "C")
+
+
+def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"it is of version {version} of numpy's format, which is not known")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if len(shape) > 32 or not all(0 <= size < 2**48 for size in shape):
+        raise ValueError(f"the shape {str(shape)[:80]} can't be meant")
+    return shape, fortran, dtype
