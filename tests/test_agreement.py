@@ -223,7 +223,8 @@ def test_a_program_prepares_pixels_for_a_model_in_another_type(work):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"preparation": "whatever"}, "preparation is 'whatever'"), ({"labels": "abc"}, "what it says of its"),
+        ({"preparation": "whatever"}, "what it says of its calibration is damaged (preparation is 'whatever'"),
+        ({"labels": "abc"}, "what it says of its"),
         ({"inputs": "all"}, "what it says of its calibration"), ({"labels": [1]}, "what it says of its calibration"),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ from unskew.heads import calibrate
 from unskew.models import Split
 from unskew.origin import Origin
 from unskew.plausibility import Tally
-from unskew.trials import Counts, Part, Trial, doubts, form_for, part_of, trial_of
+from unskew.trials import Counts, Part, Trial, doubtful, form_for, part_of, trial_of
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
 
@@ -215,7 +215,7 @@ def test_a_site_that_the_head_has_forgotten_is_no_reason_for_doubt_among_others(
     ))  # fmt: skip
 
     def found(**confusions):
-        return doubts(
+        return doubtful(
             {name: Part(None, *empty, None if each is None else Tally.of(each)) for name, each in confusions.items()}
         )
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from unskew.data import Dataset as Dataset, dataset as dataset, load as load
     from unskew.discriminants import fedcof as fedcof, gnb as gnb, lda as lda, ncm as ncm
     from unskew.dispatch import train_on_lanes as train_on_lanes
+    from unskew.doubts import doubts_about as doubts_about
     from unskew.engine import batched as batched, installed as installed, sequential as sequential
     from unskew.errors import DataError as DataError, UnskewError as UnskewError, UsageError as UsageError
     from unskew.estimator import CalibratedHead as CalibratedHead
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
         ffc as ffc,
         oracle as oracle,
     )
+    from unskew.influence import influences as influences
     from unskew.methods import Method as Method, method as method
     from unskew.models import Split as Split, body as body, build as build, head as head
     from unskew.optim import (
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
         personal_models as personal_models,
         score_personal as score_personal,
     )
+    from unskew.robust import robust_sum as robust_sum
     from unskew.simulate import Round as Round, Training as Training, train as train
     from unskew.statistics import FeatureStats as FeatureStats
     from unskew.sums import Sum as Sum, plain_sum as plain_sum
@@ -139,12 +142,15 @@ _HOMES = {
     "heads": ["Calibrator", "calibrate", "ccvr", "ffc", "oracle"],
     "discriminants": ["fedcof", "gnb", "lda", "ncm"],
     "dispatch": ["train_on_lanes"],
+    "doubts": ["doubts_about"],
     "estimator": ["CalibratedHead"],
+    "influence": ["influences"],
     "methods": ["Method", "method"],
     "models": ["Split", "body", "build", "head"],
     "optim": ["adagrad", "adam", "constant", "cosine", "momentum", "multistep", "yogi"],
     "partition": ["Federation", "classes", "dirichlet", "federate", "iid", "quantity", "shards"],
     "personal": ["Personal", "personal_models", "score_personal"],
+    "robust": ["robust_sum"],
     "simulate": ["Round", "Training", "train"],
     "statistics": ["FeatureStats"],
     "sums": ["Sum", "plain_sum"],

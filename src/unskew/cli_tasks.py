@@ -144,7 +144,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
         raise UsageError("--sites names the same data twice: name each site once")
     from unskew.errands import batches_of
     from unskew.plausibility import told
-    from unskew.trials import doubts, form_for, part_of, trial_of
+    from unskew.trials import doubtful, form_for, part_of, trial_of
 
     values = asked.values
     checked_device(values["device"])
@@ -162,7 +162,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
             parts[name] = part_of(model, batches, form=form, transform=transform, hold_out=share, origin=site.origin,
                                   fresh=fresh)  # fmt: skip
         tell_damaged(site)
-    for name, found in doubts(parts).items():
+    for name, found in doubtful(parts).items():
         note(f"{name}: {found}; {told(found, site.data.labels)}")
     last = None if test is None else opened_site(asked, "test", test)
     with bar("scoring", last.data.examples if last else 0, as_json) as progress:

@@ -34,11 +34,13 @@ ODD = 2.5  # times: told
 SPREAD = 20.0  # times as varied, or as little: refused
 DISTANCE = 2.5  # of the largest squared distance between two classes: refused
 TAKEN = 0.75  # of the way from one class to another: its examples are taken for the other's
-SURE = 4.0  # standard deviations by which that must be beyond the middle
+SURE = 5.0  # standard deviations by which that must be beyond the middle
 MANY = 3  # classes whose examples are taken for others': refused
 NEGATIVE = 0.01  # of the squared length: how much of a mean may be negative where others' are not
 DRIFT = 6.0  # times what chance would do, and what the other sites have: told
 GIANT = 1000.0  # times the examples of all other sites together: refused
+BLOCK = 2**22  # numbers that are sorted at a time
+PAIRS = 1000  # classes that are compared with each other
 ROUNDED = 1e-7  # relative: what a sum may be rounded by when something was taken out
 ENOUGH = 5  # examples, or sites, for something to be sure
 CENTRAL = 0.4  # of the weight is trimmed at either end
@@ -55,6 +57,7 @@ class Comparison(NamedTuple):
     drift: float | None
     negative: float  # share of the squared means that is negative, where no other site's are
     others: int  # sites that it is compared with
+    width: float = 1.0  # how many features vary alike: of few, sums of squares vary more
 
 
 class Reference(NamedTuple):
@@ -148,30 +151,34 @@ def _references(sites: Sequence[Summary], counts: Tensor) -> Iterator[Reference]
     """What the others of each site have in common. Where many have a class, it is what all have, the site among them:
     one of many moves a trimmed mean by nothing that matters.
     """
-    classes = len(sites[0].mean)
-    shared, weight = torch.zeros_like(sites[0].mean), counts.new_zeros(classes)
-    few: dict[int, list[int]] = {}
-    for label in range(classes):
-        have = counts[:, label].nonzero().flatten().tolist()
-        if len(have) >= ENOUGH:
-            shared[label], weight[label] = _central([sites[k].mean[label] for k in have], counts[have, label])
-        else:
-            few[label] = have
-    spread = variances(sites, counts)
-    traces = _class_traces(sites, counts)
+    many = (counts > 0).sum(0) >= ENOUGH
+    shared, weight = torch.zeros_like(sites[0].mean), torch.zeros_like(counts[0])
+    _fill(shared, weight, sites, counts, many)
+    spread, traces = variances(sites, counts), _class_traces(sites, counts)
     for number in range(len(sites)):
-        centre, worth = shared.clone(), weight.clone()
-        for label, have in few.items():
-            rest = [k for k in have if k != number]
-            if rest:
-                centre[label], worth[label] = _central([sites[k].mean[label] for k in rest], counts[rest, label])
+        centre, worth, others = shared.clone(), weight.clone(), counts.clone()
+        others[number] = 0
+        _fill(centre, worth, sites, others, ~many & (others > 0).any(0))
         yield Reference(centre, worth, spread[number], traces)
 
 
-def _central(values: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The trimmed mean of several sites' values, and how many examples that is worth."""
-    weight = counts.clamp(max=2 * float(counts.median()))
-    return trimmed_mean(torch.stack(list(values)), weight, CENTRAL), weight.sum() ** 2 / (weight**2 / counts).sum()
+def _fill(centre: Tensor, worth: Tensor, sites: Sequence[Summary], counts: Tensor, where: Tensor) -> None:
+    """Put the trimmed means of some classes in place, and how many examples they are worth, a few at a time."""
+    for labels in where.nonzero().flatten().split(max(1, BLOCK // (len(sites) * centre.shape[1]))):
+        means = torch.stack([site.mean[labels] for site in sites])
+        centre[labels], worth[labels] = _central(means, counts[:, labels])
+
+
+def _central(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The trimmed means of several sites' values (K, ...), and how many examples they are worth. Counts are (K,) or
+    (K, C), 0 for sites that have no say; none weighs more than twice the median.
+    """
+    known = counts > 0
+    ordered = torch.where(known, counts, math.inf).sort(0).values
+    median = ordered.gather(0, (known.sum(0, keepdim=True) - 1).clamp(min=0) // 2)
+    weight = torch.minimum(counts, 2 * median)
+    worth = weight.sum(0) ** 2 / (weight**2 / counts.clamp(min=1)).sum(0).clamp(min=1e-300)
+    return trimmed_mean(values, weight, CENTRAL), worth
 
 
 def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
@@ -185,7 +192,7 @@ def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
     def variance(of: Sequence[int]) -> Tensor:
         squares = [sites[k].squares for k in of]
         rows = [row / free[k] for k, row in zip(of, squares, strict=True) if row is not None]
-        return _central(rows, free[list(of)])[0]
+        return _central(torch.stack(rows), free[list(of)])[0]
 
     if len(able) > ENOUGH:
         return [variance(able)] * len(sites)
@@ -195,27 +202,27 @@ def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
             rest = [k for k in able if k != number]
             found.append(variance(rest) if rest else torch.zeros(dimension, dtype=torch.float64))
         return found
+    several = ((counts > 0).sum(0) > 1).nonzero().flatten()
     spreads = []
-    for label in range(counts.shape[1]):
-        have = counts[:, label].nonzero().flatten().tolist()
-        if len(have) > 1:
-            centre, _ = _central([sites[k].mean[label] for k in have], counts[have, label])
-            spreads += [float(counts[k, label] * ((sites[k].mean[label] - centre) ** 2).sum()) for k in have]
-    return [torch.full((dimension,), (statistics.median(spreads) if spreads else 0.0) / dimension, dtype=torch.float64)
-            ] * len(sites)  # fmt: skip
+    for labels in several.split(max(1, BLOCK // (len(sites) * dimension))):
+        means, some = torch.stack([site.mean[labels] for site in sites]), counts[:, labels]
+        apart = ((means - _central(means, some)[0]) ** 2).sum(2)
+        spreads.append((some * apart)[some > 0])
+    seen = torch.cat(spreads) if spreads else counts.new_zeros(1)
+    seen = seen[seen > 1e-9 * seen.max()]  # where one of two sites is the trimmed mean, it is no distance from it
+    alike = float(seen.median()) / dimension if len(seen) else 0.0
+    return [torch.full((dimension,), alike, dtype=torch.float64)] * len(sites)
 
 
 def _class_traces(sites: Sequence[Summary], counts: Tensor) -> Tensor | None:
     """The variance of each class, summed over features, as all sites have it; zero where nobody knows."""
     if any(len(site.traces) != len(site.counts) or len(site.counts) == 1 for site in sites):
         return None
-    traces = torch.stack([site.traces for site in sites])
-    found = counts.new_zeros(counts.shape[1])
-    for label in range(counts.shape[1]):
-        have = (counts[:, label] > 1).nonzero().flatten()
-        if len(have):
-            free = counts[have, label] - 1
-            found[label] = _central(list(traces[have, label] / free), free)[0]
+    free = (counts - 1).clamp(min=0)
+    traces = torch.stack([site.traces for site in sites]) / free.clamp(min=1)
+    known = (free > 0).any(0)
+    found = torch.zeros_like(counts[0])
+    found[known] = _central(traces[:, known], free[:, known])[0]
     return found
 
 
@@ -238,19 +245,45 @@ def _compared(site: Summary, reference: Reference, negative: float, others: int)
     spread = scatter / site.free / total if scatter is not None and site.free >= ENOUGH and total > 0 else None
     noise = torch.where(both, 1 / count.clamp(min=1) + 1 / worth.clamp(min=1), 0.0)
     apart = ((mean - centre) ** 2).sum(1)
-    widest = float(torch.pdist(centre[known]).amax() ** 2) if int(known.sum()) > 1 else 0.0
-    room = max(widest, total) + total * noise
-    distance = {k: float(apart[k] / room[k]) for k in both.nonzero().flatten().tolist() if room[k] > 0}
+    some = _commonest(known, worth)
+    widest = float(torch.pdist(centre[some]).amax() ** 2) if len(some) > 1 else 0.0
+    width = _width(variance)
+    room = max(widest, total) + total * noise * _chance(width)[1]
+    distance = _by_label(apart / room, both & (room > 0))
     chance = total * float(noise.sum())
     drift = float(apart[both].sum()) / chance if chance > 0 else None
     classes: dict[int, float] = {}
     if reference.traces is not None:
-        for label in both.nonzero().flatten().tolist():
-            size = float(own[label] + site.traces[label] / count[label])
-            usual = float(lengths[label] + (reference.traces[label] if reference.traces[label] > 0 else total))
-            if usual > 0:
-                classes[label] = size / usual
-    return Comparison(scale, spread, classes, distance, _taken(site, reference, noise, both), drift, negative, others)
+        usual = lengths + torch.where(reference.traces > 0, reference.traces, total)
+        classes = _by_label((own + site.traces / count.clamp(min=1)) / usual, both & (usual > 0))
+    taken = _taken(site, reference, noise, both)
+    return Comparison(scale, spread, classes, distance, taken, drift, negative, others, width)
+
+
+def _width(variance: Tensor) -> float:
+    """How many features of equal variance vary as much as these do."""
+    return max(1.0, float(variance.sum() ** 2 / (variance**2).sum().clamp(min=1e-300)))
+
+
+def _chance(freedom: float) -> tuple[float, float]:
+    """Between which numbers a mean of so many squared Gaussians of variance 1 lies, but for one in a billion (Wilson,
+    Hilferty 1931); nothing is said below 0.
+
+    >>> [round(value, 2) for value in _chance(1000)]
+    [0.75, 1.29]
+    """
+    part = 2 / (9 * freedom)
+    return max(0.0, 1 - part - 6 * math.sqrt(part)) ** 3, (1 - part + 6 * math.sqrt(part)) ** 3
+
+
+def _by_label(values: Tensor, where: Tensor) -> dict[int, float]:
+    return dict(zip(where.nonzero().flatten().tolist(), values[where].tolist(), strict=True))
+
+
+def _commonest(where: Tensor, counts: Tensor) -> Tensor:
+    """The classes among some that have most examples, `PAIRS` at most: pairs of more would take too long."""
+    labels = where.nonzero().flatten()
+    return labels if len(labels) <= PAIRS else labels[counts[labels].topk(PAIRS).indices].sort().values
 
 
 def _taken(
@@ -259,8 +292,8 @@ def _taken(
     """For each class of a site and the other class that it is nearest to: where its mean lies on the way there, in
     units of each feature's deviation, and how sure that is.
     """
-    known = (reference.weight >= ENOUGH).nonzero().flatten()
-    rows = (both & (site.counts >= ENOUGH) & (reference.weight >= ENOUGH)).nonzero().flatten()
+    known = _commonest(reference.weight >= ENOUGH, reference.weight)
+    rows = _commonest(both & (site.counts >= ENOUGH) & (reference.weight >= ENOUGH), site.counts)
     variance = reference.variance
     top = float(variance.max())
     if len(known) < 2 or not len(rows) or not top > 0:
@@ -306,13 +339,15 @@ def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> I
         "the other sites'" if found.others > 1 else "the only other site's (nobody can tell which of the two is odd)"
     )
     yield from _ratio(site, "scale", f"the mean squared length of its features over {whose}", found.scale,
-                      [other.scale for other in others], SCALE)  # fmt: skip
+                      [other.scale for other in others], SCALE, site.examples * found.width)  # fmt: skip
     yield from _ratio(site, "spread", f"the variance of its features within classes over {whose}", found.spread,
-                      [other.spread for other in others], SPREAD)  # fmt: skip
+                      [other.spread for other in others], SPREAD, site.free * found.width)  # fmt: skip
     for label, ratio in found.scales.items():
+        if 1 / ODD < ratio < ODD:
+            continue
         peers = [other.scales.get(label) for other in others]
-        room = SCALE * (1 + 2 / float(site.counts[label]))
-        yield from _ratio(site, "scale", f"the mean squared length of features over {whose}", ratio, peers, room, label)
+        told, freedom = f"the mean squared length of features over {whose}", float(site.counts[label]) * found.width
+        yield from _ratio(site, "scale", told, ratio, peers, SCALE, freedom, label)
     for label, far in found.distance.items():
         if far > DISTANCE:
             told = f"the squared distance of the mean from {whose}, over that between classes"
@@ -322,7 +357,8 @@ def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> I
         yield Doubt(site.site, "sign", told, found.negative, f"at most {NEGATIVE}", REFUSE)
     yield from _labels(site, found)
     usual = [other.drift for other in others if other.drift is not None]
-    limit = DRIFT * max(1.0, statistics.median(usual) if usual else 1.0)
+    chance = _chance(found.width * max(len(found.distance), 1))[1]
+    limit = DRIFT * chance * max(1.0, statistics.median(usual) if usual else 1.0)
     if found.drift is not None and found.drift > limit:
         told = f"the squared distance of its class means from {whose}, over what chance would do"
         expected = f"at most {limit:.3g}: its features differ, or its counts are too large"
@@ -331,27 +367,22 @@ def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> I
 
 def _ratio(
     site: Summary, what: str, told: str, ratio: float | None, peers: Sequence[float | None], limit: float,
-    label: int | None = None,
+    freedom: float, label: int | None = None,
 ) -> Iterator[Doubt]:  # fmt: skip
-    """A ratio that should be about 1: beyond the limit, and beyond what the others differ by among each other."""
+    """A ratio of sums of squares that should be about 1: beyond the limit, beyond what the others differ by among each
+    other, and beyond what chance does with so many degrees of freedom.
+    """
     if ratio is None:
         return
     logs = [math.log(peer) for peer in peers if peer is not None and peer > 0]
     typical = 1.4826 * statistics.median(abs(value) for value in logs) if len(logs) > 1 else 0.0
-    off = abs(math.log(ratio)) if ratio > 0 else math.inf
-    for severity, bound in ((REFUSE, math.log(limit)), (WARN, math.log(min(limit, ODD * limit / SCALE)))):
-        most = max(bound, 6 * typical)
-        if off > most:
+    below, above = _chance(max(freedom, 1.0))
+    for severity, bound in ((REFUSE, limit), (WARN, ODD * limit / SCALE)):
+        most = max(bound, math.exp(min(6 * typical, 700.0)))
+        if not below / most <= ratio <= above * most:
             labels = () if label is None else (label,)
-            yield Doubt(
-                site.site,
-                what,
-                told,
-                ratio,
-                f"between {math.exp(-most):.2g} and {math.exp(most):.2g}",
-                severity,
-                labels,
-            )
+            expected = f"between {below / most:.2g} and {above * most:.2g}"
+            yield Doubt(site.site, what, told, ratio, expected, severity, labels)
             return
 
 

@@ -32,14 +32,15 @@ CAP, TRIM = 3.0, 0.25
 
 def trimmed_mean(values: Tensor, weights: Tensor, trim: float) -> Tensor:
     """The mean of values (K, ...) without the largest and the smallest: of each number by itself, `trim` of the weight
-    (K,) is left out at either end; 0.5 is the median.
+    is left out at either end; 0.5 is the median. Weights are (K,), or have the values' first dimensions, each K of them
+    not all 0.
 
     >>> trimmed_mean(torch.tensor([1.0, 2.0, 3.0, 100.0]), torch.ones(4), 0.25)
     tensor(2.5000)
     """
-    shape = (-1, *[1] * (values.ndim - 1))
+    weights = weights.to(values).reshape(*weights.shape, *[1] * (values.ndim - weights.ndim))
     ordered, order = values.sort(0)
-    weight = (weights / weights.sum()).to(values).reshape(shape).expand_as(values).gather(0, order)
+    weight = (weights / weights.sum(0)).expand_as(values).gather(0, order)
     trim = min(trim, 0.5 - 1e-9)
     after = weight.cumsum(0)
     kept = (after.clamp(max=1 - trim) - (after - weight).clamp(min=trim)).clamp(min=0)

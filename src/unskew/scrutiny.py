@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unskew.bounds import Bounds, bounds_of
 from unskew.inequalities import (
+    NOTHING,
     Breach,
     bounds_breach,
     error_of,
@@ -105,10 +106,9 @@ class Scrutiny:
         rows, means = count.reshape(-1), mean.reshape(-1, self.dimension)
         self._inside(rows, means, squares[None] if label is not None else squares, label)
         if self.form == "diagonal":
-            sizes = (rows * (means**2).sum(1)).tolist()
-            for number, (n, size) in enumerate(zip(rows.tolist(), sizes, strict=True)):
-                if n <= 1:
-                    self._add("rank", zero_breach(squares[number], size), number)
+            sizes = rows * (means**2).sum(1)
+            for number in ((rows <= 1) & (squares.sum(1) > NOTHING * sizes)).nonzero().flatten().tolist():
+                self._add("rank", zero_breach(squares[number], float(sizes[number])), number)
             self.traces += squares.sum(1).tolist()
         else:
             self._ranks(rows, means, scatter, label, "")
@@ -165,8 +165,11 @@ class Scrutiny:
 
     def _cubes(self, count: Tensor, mean: Tensor, squares: Tensor, cubes: Tensor, label: int | None) -> None:
         """What squared deviations say about cubed ones."""
-        sizes = (count * (mean**2).sum(1)).tolist()
-        for number, (n, size, cube) in enumerate(zip(count.tolist(), sizes, cubes.tolist(), strict=True)):
+        sizes = count * (mean**2).sum(1)
+        spread = (count[:, None] * (squares.clamp(min=0) / count.clamp(min=1)[:, None]) ** 1.5).sum(1)
+        most = spread * ((count - 2) / (count - 1).clamp(min=1).sqrt()).clamp(min=0)
+        for number in (cubes.abs() > most).nonzero().flatten().tolist():  # beyond the bound, or rounded there
+            n, size, cube = (float(value[number]) for value in (count, sizes, cubes))
             breach = skewness_breach(n, squares[number], cube, size, self.step)
             self._add("cubes", breach, number if label is None else label)
 

@@ -114,7 +114,7 @@ def part_of(
     return Part(stats, z, y, None if watch is None else watch.tally)
 
 
-def doubts(parts: Mapping[str, Part]) -> dict[str, Judgement]:
+def doubtful(parts: Mapping[str, Part]) -> dict[str, Judgement]:
     """What is odd about the old head: on all sites together, as "all sites", or else on those for which it knows the
     classes in another order. A class that it has forgotten is no reason for doubt where it knows others.
     """
