@@ -61,6 +61,7 @@ from unskew.experiments.parts import (
     ways_of,
 )
 from unskew.heads import Calibrator, calibrate
+from unskew.locks import tidy
 from unskew.machine import threads
 from unskew.methods import files_of
 from unskew.models import Split
@@ -199,6 +200,7 @@ class _Run:
         self.experiment, self.records = examine(experiment, out, resume)
         self.finished = ends(self.records)
         if self.finished:
+            tidy(out)
             return
         experiment = self.experiment
         self.makers, self.ways, method = calibrators_of(experiment), ways_of(experiment), method_of(experiment)
