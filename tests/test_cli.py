@@ -485,7 +485,7 @@ def test_a_method_s_file_that_has_changed_is_not_gone_on_with(data, here) -> Non
         "".join((here / "run" / "records.jsonl").read_text().splitlines(True)[:2])
     )
     (here / "mine.py").write_text(WRONG_METHODS.replace("1.0)", "2.0)"))
-    answer = unskew("run", "--resume", "--out", "run")
+    answer = unskew("run", "--resume", "--trust", "--out", "run")
     assert answer.code == 1
     assert "have changed since this run began (contents)" in answer.err
 

@@ -413,7 +413,10 @@ def test_a_disk_that_fills_up_loses_nothing(data, whole, tmp_path, monkeypatch, 
         patch.setattr(Path, "write_bytes", failing)
         answer = unskew("run", *options, "--out", out)
     assert answer.code == 1
-    assert f"{out / name}: can't be written (No space left on device); stopped after round" in answer.err
+    assert (
+        f"{out / name}: can't be written (No space left on device): make room, or choose another place; stopped"
+        in answer.err
+    )
     assert f"unskew run --resume --out {out}" in answer.err
     assert not list(out.glob(".*"))
     checkpoint = load_round(out / "checkpoint.safetensors", stored(out))
@@ -455,7 +458,7 @@ def test_a_history_that_cannot_be_written_stops_the_run(data, whole, tmp_path, m
 
 def accuracy(path: Path, data: Path) -> float:
     loaded = load(data)
-    return score(load_model(path), batches(loaded, test=True), loaded.classes).accuracy
+    return score(load_model(path, trust=True), batches(loaded, test=True), loaded.classes).accuracy
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fednova+on_sphere", "clsnorm+clsprox", "moon+projection:width=5",
@@ -494,7 +497,7 @@ def test_a_network_of_ones_own(data, tmp_path, function) -> None:
             assert accuracy(tmp_path / "run" / record.get("file", "model.safetensors"), data) == record["accuracy"]
     (tmp_path / "own.py").write_text(OWN.replace("16", "17").replace("64, 8", "64, 9").replace("(8,", "(9,"))
     with pytest.raises(DataError, match=r"model\.safetensors: its weights do not fit .*, which has changed since"):
-        load_model(tmp_path / "run" / "model.safetensors")
+        load_model(tmp_path / "run" / "model.safetensors", trust=True)
 
 
 def test_other_files_are_not_loaded_as_models(half, tmp_path) -> None:
@@ -507,7 +510,7 @@ def test_a_loaded_model_is_ready_for_use_and_leaves_the_global_generator_alone(d
     (tmp_path / "own.py").write_text(OWN)
     list(run(experiment_of(data, model=f"{tmp_path / 'own.py'}:net"), tmp_path / "run"))
     before = torch.random.get_rng_state()
-    model = load_model(tmp_path / "run" / "calibrated-ffc.safetensors")
+    model = load_model(tmp_path / "run" / "calibrated-ffc.safetensors", trust=True)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not any(part.training for part in model.modules())
 

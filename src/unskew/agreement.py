@@ -91,6 +91,57 @@ def _cast(inputs: str) -> str:
     return re.sub(r"(?<![a-z])(b?float(16|64))\[", "float32[", inputs)
 
 
+def images_of(preparation: Preparation) -> str | None:
+    """The inputs that a preparation makes of images, as a line of `inputs.py`; None where it leaves their size open.
+
+    >>> images_of(Preparation(image_size=32, channels=1))
+    'float32[1,32,32]'
+    """
+    side = preparation.crop or preparation.image_size
+    channels = preparation.channels or (len(preparation.mean) if preparation.mean else None)
+    return f"float32[{channels},{side},{side}]" if side and channels else None
+
+
+def apart(name: str, said: Mapping[str, Any]) -> str:
+    """In words, which files say something else than most, or than each other; empty if all that say it say the same.
+
+    >>> apart("inputs", {"a": "float32[3]", "b": "float32[9]", "c": "float32[3]", "d": None})
+    'b has the inputs float32[9], the 2 others that say it float32[3]'
+    """
+    groups: list[tuple[Any, list[str]]] = []
+    for file, value in said.items():
+        same = next((files for other, files in groups if _same(name, value, other)), None)
+        if value is not None and same is None:
+            groups.append((value, [file]))
+        elif same is not None:
+            same.append(file)
+    if len(groups) < 2:
+        return ""
+    groups.sort(key=lambda group: -len(group[1]))
+    (common, most), (other, files), *_ = groups
+    columns = " (tables whose columns have other names, or another order)" if "columns:" in str(common) else ""
+    if len(most) == len(files):
+        return f"{_few(files)} has the {name} {_short(other)}, {_few(most)} {_short(common)}{columns}"
+    odd = [file for _, some in groups[1:] for file in some]
+    verb = "has" if len(odd) == 1 else "have"
+    return (
+        f"{_few(odd)} {verb} the {name} {_short(other)}, the {len(most)} others that say it {_short(common)}{columns}"
+    )
+
+
+def _same(name: str, value: Any, other: Any) -> bool:
+    return value == other or (name == "inputs" and value is not None and alike(*map(_cast, (value, other))))
+
+
+def _few(files: list[str]) -> str:
+    return ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
+
+
+def _short(value: object) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
+
+
 def check_known(found: Known, sources: Iterable[Known]) -> None:
     """Refuse data, or statistics of them, that came out otherwise than a source says."""
     for source in sources:

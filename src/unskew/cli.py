@@ -26,8 +26,8 @@ from rich import table as drawn
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
-from unskew import __version__, locks
-from unskew.cli_options import note
+from unskew import __version__, limits, locks
+from unskew.cli_options import Everywhere, check_free, inputs_of, note, probe_folder
 from unskew.cli_server import calibrate
 from unskew.cli_sites import evaluate, inspect_files, stats
 from unskew.cli_tasks import try_out, write_task
@@ -60,10 +60,14 @@ CUT = ["data", "labels", "image_size", "clients", "partition", "alpha", "min_siz
 PATH = click.Path(path_type=Path)
 
 
-@click.group(context_settings={"max_content_width": 120})
+@click.group(cls=Everywhere, context_settings={"max_content_width": 120})
 @click.version_option(__version__, message="unskew %(version)s")
-def app() -> None:
+@click.option("--limit", "allowed", multiple=True, metavar="NAME=VALUE",
+              help="raise a limit of what files may ask for")  # fmt: skip
+@click.pass_context
+def app(context: click.Context, allowed: tuple[str, ...]) -> None:
     """Federated classifiers that stay accurate when clients' data differ."""
+    context.with_resource(limits.changed(",".join(allowed), "--limit"))
 
 
 for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files):
@@ -127,26 +131,32 @@ def _given(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 @click.argument("config", required=False, type=PATH)
 @click.option("--out", type=PATH, show_default="runs/DATA-METHOD-DIGEST", help="folder of the run")
 @click.option("--resume", is_flag=True, help="go on with a run that stopped; --out alone is enough")
+@click.option("--trust", is_flag=True, help="run the code that CONFIG, or the folder of a run that goes on, names")
 @click.option("--json", "as_json", is_flag=True, help="print the records as json lines, nothing else")
 @click.pass_context
 def run(
-    context: click.Context, /, config: Path | None, out: Path | None, resume: bool, as_json: bool, **options: Any
-) -> None:
+    context: click.Context, /, config: Path | None, out: Path | None, resume: bool, trust: bool, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Train a federation, calibrate its model, keep all in a folder.
 
     CONFIG is a TOML file of these options; those that are given here win over it.
     """
     from unskew.experiments.folder import holds_run, stored
 
-    given = _absolute({**(read_toml(config) if config else {}), **_given(context, options)})
+    typed = _given(context, options)
+    given = _absolute({**(read_toml(config) if config else {}), **typed})
     if resume and out and holds_run(out):
         experiment = replace(stored(out), **given)
+        experiment.check_trusted(out / "experiment.json" if not config else f"{out} or {config}", trust, typed)
     elif resume and not given:
         where = f"{out} holds no run that could go on" if out else "--resume needs the run's folder"
         raise UsageError(f"{where}: give --out of a run, or its options; or leave out --resume")
     else:
         experiment = Experiment(**given)
+        experiment.check_trusted(config, trust, typed)
     out = out or Path("runs") / _name(experiment)
+    probe_folder(out)
     with _processes() as rank:
         if rank > 0:
             from unskew.experiments.runner import run as follow
@@ -225,7 +235,8 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
             raise
         done = max((record.get("round", 0) for record in records), default=0)
         reason = "" if isinstance(error, KeyboardInterrupt) else f"{told(error)}; "
-        remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}"
+        trust = " --trust" if experiment.code else ""
+        remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}{trust}"
         code = exit_code(error) if isinstance(error, KeyboardInterrupt) else 1
         raise click.exceptions.Exit(
             failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}", code)
@@ -293,6 +304,7 @@ def demo(seed: int, seeds: int, out: Path) -> None:
     every = []
     for number in range(seed, seed + seeds):
         folder = out if seeds == 1 else out.with_name(f"{out.name}-seed-{number}")
+        probe_folder(folder)
         _remove_demo(folder)
         records = _followed(replace(DEMO, seed=number, cut_seed=number), folder, False, False)
         every.append([record for record in records if record["kind"] == "calibration"])
@@ -349,12 +361,8 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
     rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}
     table = table._replace(rows=rows)
     write = write or Path("results") / f"{name}.md"
-    try:
-        write.parent.mkdir(parents=True, exist_ok=True)
-        if write.is_dir() or not os.access(write.parent, os.W_OK):
-            raise OSError("it is a folder" if write.is_dir() else "its folder can't be written to")
-    except OSError as error:
-        raise UsageError(f"--write {write}: {error.strerror or error}; choose another file") from None
+    check_free([write], True, [out])
+    probe_folder(out)
     total = sum(map(len, table.rows.values()))
     results = []
     usage = Usage()
@@ -443,10 +451,13 @@ def partition_table(context: click.Context, /, plot: Path | None, as_json: bool,
     from unskew.plots import FEW, label_distribution
 
     experiment = Experiment(**_given(context, options))
+    if plot or not as_json:
+        plot = plot or Path("runs/partition.png")
+        check_free([plot], True, inputs_of({"data": experiment.data}))
     data = data_of(experiment)
     counts, labels = table(data.y, federation_of(experiment, data).clients, data.classes), list(data.labels)
-    if plot or not as_json:
-        plot = label_distribution(counts, labels, plot or Path("runs/partition.png"))
+    if plot:
+        plot = label_distribution(counts, labels, plot)
     if as_json:
         put_json({"labels": labels, "table": counts.tolist()})
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,6 +53,22 @@ class Lists(click.Command):
         if option is not None and fresh:
             spread.append(option)  # without a value: click says so
         return super().parse_args(context, spread)
+
+
+class Everywhere(click.Group):
+    """Commands whose --limit may stand anywhere: what is refused says to add it."""
+
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        """Put --limit before the command."""
+        first: list[str] = []
+        rest: list[str] = []
+        words = iter(args)
+        for word in words:
+            if word == "--limit":
+                first += [word, *itertools.islice(words, 1)]
+            else:
+                (first if word.startswith("--limit=") else rest).append(word)
+        return super().parse_args(context, first + rest)
 
 
 def epilog(*lines: str) -> str:
@@ -213,27 +230,77 @@ def note(text: str) -> None:
 
 def check_free(paths: Sequence[Path], force: bool, inputs: Iterable[Path] = ()) -> None:
     """Refuse what can't be written, before any work is done: over a file, unless that is asked for; over what is to be
-    read, in any case; where there is no file, or no folder to write to.
+    read, in any case, by whatever name; where there is no file, or no folder to write to.
     """
-    read, written = [other.resolve() for other in inputs], [path.resolve() for path in paths]
-    for path in paths:
-        place = path.resolve()
+    read = list(inputs)
+    for number, path in enumerate(paths):
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is a {'folder' if path.is_dir() else 'device'}: give the name of a file")
-        if place in read or (path.exists() and any(place.is_relative_to(other) for other in read if other.is_dir())):
+        if _is_read(path, read):
             raise UsageError(f"{path} is to be read and to be written: choose another name")
+        if any(_are_one(path, other) for other in paths[:number]):
+            raise UsageError(f"{path} is to be written twice: choose another name for one of them")
         if path.exists() and not force:
             raise UsageError(f"{path} is there already: choose another name, or --force to replace it")
-        if written.count(place) > 1:
-            raise UsageError(f"{path} is to be written twice: choose another name for one of them")
-        _probe(path)
+        probe(path)
 
 
-def _probe(path: Path) -> None:
-    """Refuse a file that can't be written: tried in its folder or, where that is still to be made, in the one above."""
-    folder = next(above for above in path.resolve().parents if above.exists())
+def _is_read(path: Path, inputs: Sequence[Path]) -> bool:
+    """Whether a file is one of the inputs, or lies in one that is a folder; links of both kinds are followed."""
+    place = _resolved(path)
+    if place in map(_resolved, inputs):
+        return True
+    if not path.exists():
+        return False
+    mark = path.stat()
+    for other in inputs:
+        if other.is_dir() and (place.is_relative_to(_resolved(other)) or _holds(other, mark)):
+            return True
+        if not other.is_dir() and os.path.samestat(mark, other.stat()):
+            return True
+    return False
+
+
+def _holds(folder: Path, mark: os.stat_result) -> bool:
+    """Whether a file is one of those in a folder, by another name."""
+    met = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        here = os.stat(place)
+        if (here.st_dev, here.st_ino) in met:  # links that go round in a circle
+            folders.clear()
+            continue
+        met.add((here.st_dev, here.st_ino))
+        for name in names:
+            with contextlib.suppress(OSError):  # a link to nowhere
+                if os.path.samestat(mark, os.stat(os.path.join(place, name))):
+                    return True
+    return False
+
+
+def _are_one(path: Path, other: Path) -> bool:
+    """Whether two names are those of one file, or would be on a system that does not tell a from A."""
+    if str(_resolved(path)).casefold() == str(_resolved(other)).casefold():
+        return True
+    return path.exists() and other.exists() and path.samefile(other)
+
+
+def _resolved(path: Path) -> Path:
     try:
-        if folder == path.resolve().parent:
+        return path.expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a zero byte
+        raise UsageError(f"{path} is no name of a file ({error}): choose another") from None
+
+
+def probe(path: Path) -> None:
+    """Refuse a file that can't be written: tried in its folder or, where that is still to be made, in the one above.
+    Nothing of the trial stays.
+    """
+    place = _resolved(path)
+    folder = next(above for above in place.parents if above.exists())
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UsageError(f"{path} can't be written: it is read-only; choose another name")
+    try:
+        if folder == place.parent:
             trial = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # the name that it is written under
             os.close(os.open(trial, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             trial.unlink()
@@ -242,6 +309,14 @@ def _probe(path: Path) -> None:
     except OSError as error:
         reason = "is no folder" if not folder.is_dir() else f"can't be written to ({error.strerror})"
         raise UsageError(f"{path} can't be written: {folder} {reason}; choose another place") from None
+
+
+def probe_folder(folder: Path) -> None:
+    """Refuse a folder of runs that can't be made, or not be written to."""
+    try:
+        probe(folder / "records.jsonl")
+    except UsageError as error:
+        raise UsageError(f"{str(error).rpartition(';')[0]}; choose another --out") from None
 
 
 def inputs_of(given: Mapping[str, Any]) -> list[Path]:

@@ -7,10 +7,12 @@ with --heads and --validate it takes the best of them by the sites' answers, or 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -28,7 +30,7 @@ from unskew.cli_options import (
     note,
     options,
 )
-from unskew.console import bar, show, table_of
+from unskew.console import bar, printable, show, table_of
 from unskew.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def calibrate(**options: Any) -> None:
     check_free(wish.written, wish.force, [*read, *wish.files, *wish.without, *wish.validate])
     logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
     sent = _sent(wish, asked)
-    opened = _opened(asked.values, sent.known, sent.kept[0])
+    opened = _opened(asked, sent)
     plan = _planned(wish, sent, opened.model)
     material = _material(wish, sent, plan, opened.model, asked.values["device"])
     if wish.propose:
@@ -143,14 +145,18 @@ def _sent(wish: Wish, asked: Asked) -> Sent:
     from unskew.statistics_file import head_of
 
     known = {path: head_of(path) for path in (*wish.files, *wish.without)}
+    for path, head in known.items():
+        if not head.examples:
+            raise DataError(f"{path}: the site has no examples: leave its file out")
     kept, removed = _kept(wish.files, wish.without, known)
     _check_sources(asked, known)
+    _check_alike(known)
     return Sent(known, kept, removed)
 
 
 def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
     """Refuse statistics that are not of the task, or contradict the weights that were calibrated before."""
-    from unskew.agreement import Known, check_known
+    from unskew.agreement import Known, apart, check_known, images_of
     from unskew.preparation import Preparation
     from unskew.tasks import check_head
 
@@ -160,6 +166,12 @@ def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
         check_known(Known(str(path), head.origin.labels, preparation, head.origin.inputs), asked.sources)
         if asked.task is not None:
             check_head(asked.task, asked.values["task"], path, head)
+            expected, found = images_of(asked.task.preparation), head.origin.inputs
+            if None not in (expected, found) and apart("inputs", {"": expected, str(path): found}):
+                raise DataError(
+                    f"{path}: its inputs are {found}, but {asked.values['task']} makes them {expected}: let the site "
+                    f"run `unskew stats --task {asked.values['task']}`"
+                )
 
 
 def _kept(
@@ -174,30 +186,67 @@ def _kept(
     return kept, [path for path in without if known[path].digest not in there]
 
 
-def _opened(given: Mapping[str, Any], known: Mapping[Path, Head], first: Path) -> Opened:
-    """The model that the files were made with; refused if they were made with another."""
+def _check_alike(known: Mapping[Path, Head]) -> None:
+    """Refuse files that can't be added, by the names of the few that differ from the others."""
+    from unskew.agreement import apart
+
+    files = {str(path): head for path, head in known.items()}
+    for name in ("classes", "dimension", "transform", "layer", "inputs", "labels", "preparation"):
+        of_head = name in ("classes", "dimension", "transform")
+        said = {file: getattr(head if of_head else head.origin, name) for file, head in files.items()}
+        if problem := apart(name, said):
+            raise DataError(f"{problem}. Statistics of different {name} can't be added: collect all of them with the "
+                            "same model on the same kind of data, or leave such files out")  # fmt: skip
+
+
+def _opened(asked: Asked, sent: Sent) -> Opened:
+    """The model that the files were made with; refused if they were made with another, before it is run on anything
+    that they ask for.
+    """
     from unskew.collecting import weights_digest
     from unskew.heads_file import Opened, opened
-    from unskew.inputs import stand_in, varies
+    from unskew.inputs import check_size, stand_in, varies
 
-    origin, classes = known[first].origin, known[first].classes
-    example = stand_in(origin.inputs) if origin.inputs and not varies(origin.inputs) else None
-    layer = given["layer"] or (origin.layer if example is None else None)
-    module, model, fresh = opened(given["model"], given["weights"], classes=given["classes"], layer=layer,
-                                  trust=given["trust"], example=example)  # fmt: skip
+    given, known, first = asked.values, sent.known, sent.kept[0]
+    classes = known[first].classes
+    layer, inputs = (_said(known, name) for name in ("layer", "inputs"))
+    seen = inputs is not None and not varies(inputs)
+    if inputs is not None and seen:
+        check_size(inputs, first)
+    module, model, fresh = opened(given["model"], given["weights"], classes=given["classes"],
+                                  layer=given["layer"] or (None if seen else layer), trust=given["trust"],
+                                  example=stand_in(inputs) if inputs is not None and seen else None,
+                                  check=lambda module: _check_before(module, layer, given, known))  # fmt: skip
     if classes != model.classes:
         raise UsageError(f"{first} has {classes} classes, but the model has {model.classes}: give --classes {classes} "
                          "for a new head, as the sites did, or the right model")  # fmt: skip
-    digest = weights_digest(model)
-    for path, head in known.items():
-        if not head.examples:
-            raise DataError(f"{path}: the site has no examples: leave its file out")
-        if head.origin.weights not in (None, digest):
-            hint = "" if given["weights"] else "; without --weights, the model must be built the same everywhere"
-            raise UsageError(
-                f"{path}: collected with other weights than {given['weights'] or given['model']}: collect again{hint}"
-            )
+    _check_weights({weights_digest(model)}, given, known)
     return Opened(module, model.to(checked_device(given["device"])), fresh)
+
+
+def _said(known: Mapping[Path, Head], name: str) -> str | None:
+    """What the files say of their origin, which is the same for all that say it."""
+    return next((value for head in known.values() if (value := getattr(head.origin, name)) is not None), None)
+
+
+def _check_before(module: nn.Module, layer: str | None, given: Mapping[str, Any], known: Mapping[Path, Head]) -> None:
+    """Compare the weights before anything is run."""
+    from unskew.collecting import digests_before
+
+    found = set[str]().union(*(digests_before(module, name) for name in (layer, given["layer"])))
+    if found:
+        _check_weights(found, given, known)
+    elif layer is not None:
+        said = ", ".join(str(path) for path, head in known.items() if head.origin.layer is not None)
+        raise UsageError(f"{given['model']} has no layer {layer!r}, of which {said} has features: give the right model")
+
+
+def _check_weights(digests: set[str], given: Mapping[str, Any], known: Mapping[Path, Head]) -> None:
+    strange = [str(path) for path, head in known.items() if head.origin.weights not in (None, *digests)]
+    if strange:
+        hint = "" if given["weights"] else "; without --weights, the model must be built the same everywhere"
+        raise UsageError(f"{', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}: collected with other weights "
+                         f"than {given['weights'] or given['model']}: collect again{hint}")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- what is made of it
@@ -286,7 +335,7 @@ def _propose(path: Path, wish: Wish, opened: Opened, material: Material, given: 
     made = {name: _made(name, wish, material, model.classifier) for name in names}
     write_heads(path, model, made, material.stats, fresh)
     show(f"{path}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
-    answer = f"--heads {path} --out ITS_NAME.answer"
+    answer = f"--heads {quote(str(path))} --out ITS_NAME.answer"
     show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
 
 
@@ -324,14 +373,16 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
 def _called(given: Mapping[str, Any]) -> str:
     """The options by which others name the same model."""
     if given["task"]:
-        return f"--task {given['task']}" + (" --trust" if given["trust"] else "")
-    weights = f" --weights {given['weights']}" if given["weights"] else ""
-    return f"--model {given['model']}{weights}" + (f" --classes {given['classes']}" if given["classes"] else "")
+        return f"--task {quote(str(given['task']))}" + (" --trust" if given["trust"] else "")
+    weights = f" --weights {quote(str(given['weights']))}" if given["weights"] else ""
+    return f"--model {quote(given['model'])}{weights}" + (f" --classes {given['classes']}" if given["classes"] else "")
 
 
 def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
     """The mix of classes that --prior asks for."""
     import torch
+
+    from unskew.files import read_text
 
     if text is None:
         return None
@@ -340,13 +391,14 @@ def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
     if text == "train":
         return stats.count
     path = Path(text)
-    if not path.is_file():
-        raise UsageError(f"prior is {text!r}: allowed are uniform, train, or a file with {stats.classes} numbers")
-    words = re.split(r"[\s,;]+", path.read_text(encoding="utf-8").strip())
+    if not os.path.exists(path):
+        raise UsageError(f"prior is {text[:200]!r}: allowed are uniform, train, or a file with {stats.classes} numbers")
+    words = re.split(r"[\s,;]+", read_text(path).strip())
     try:
         values = torch.tensor([float(word) for word in words], dtype=torch.float64)
     except ValueError as error:
-        raise DataError(f"{path}: {error}; it must hold {stats.classes} numbers, one for each class") from None
+        said = printable(str(error), 200)
+        raise DataError(f"{path}: {said}; it must hold {stats.classes} numbers, one for each class") from None
     if len(values) != stats.classes or not ((values >= 0).all() and 0 < values.sum() < float("inf")):
         least = f", the least of them {values.min():g}" if len(values) == stats.classes else ""
         raise DataError(

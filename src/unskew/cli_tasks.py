@@ -95,11 +95,12 @@ def _check_model(values: Mapping[str, Any], preparation: Preparation, task: Task
     """Open the model, as far as that is possible without data, so that no site finds out that it does not work."""
     import torch
 
+    from unskew.agreement import images_of
     from unskew.heads_file import opened
+    from unskew.inputs import stand_in
 
-    side = preparation.crop or preparation.image_size
-    channels = preparation.channels or (len(preparation.mean) if preparation.mean else None)
-    example = torch.zeros(2, channels, side, side) if side and channels else None
+    made = images_of(preparation)
+    example = None if made is None else torch.zeros_like(stand_in(made))
     program = task.model.endswith(".pt2")
     if (program and not values["trust"]) or (not program and example is None and task.layer is None):
         return

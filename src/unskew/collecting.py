@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from unskew.errors import COUNT, UsageError, check_number, expect
 from unskew.inputs import described, joined, parts_of
 from unskew.models import Split, evaluating
 from unskew.origin import Origin
+from unskew.programs import split_program
 from unskew.results import seal
 from unskew.running import Runner, in_type_of
 from unskew.statistics import ROWS, FeatureStats
@@ -123,7 +124,29 @@ def weights_digest(model: Split) -> str:
     return seal(_feature_weights(model), {})
 
 
+def digests_before(module: nn.Module, layer: str | None) -> set[str]:
+    """What `weights_digest` can be of a module that is still to be cut before a layer, by its name: nothing is run.
+
+    Of several layers the names are joined by +. A `Split` is cut already, though it may be cut by a name once more.
+    """
+    found = {weights_digest(module)} if isinstance(module, Split) else set()
+    if isinstance(module, fx.GraphModule) and not any(isinstance(part, nn.Linear) for part in module.modules()):
+        return {weights_digest(split_program(module, None, None))}  # its graph shows its last layer
+    parts = dict(module.named_modules(remove_duplicate=False))
+    named = [layer] if layer in parts else (layer or "").split("+")
+    if layer is None or any(name not in parts for name in named):
+        return found
+    taken = [name for name, part in parts.items() if any(part is parts[one] for one in named)]  # it may have two names
+    starts = tuple(f"{name}." if name else "" for name in taken)
+    rest = {f"module.{name}": value for name, value in module.state_dict().items() if not name.startswith(starts)}
+    return found | {seal(_counted(rest), {})}
+
+
+def _counted(weights: Mapping[str, Tensor]) -> Tree:
+    """The weights that make features, on the CPU: not how many batches were seen."""
+    return {name: value.cpu() for name, value in weights.items() if not name.endswith("num_batches_tracked")}
+
+
 def _feature_weights(model: Split) -> Tree:
     """The weights that make the features, on the CPU."""
-    weights = model.features.state_dict()
-    return {name: value.cpu() for name, value in weights.items() if not name.endswith("num_batches_tracked")}
+    return _counted(model.features.state_dict())

@@ -76,7 +76,7 @@ def reading(where: object, what: str = "can't be read") -> Iterator[None]:
     except UnskewError as error:
         if str(where) in str(error):
             raise
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{where}: {what} ({error})") from error
     except Exception as error:  # what a stranger's file can cause is no closed list
         if is_memory(error):
             raise DataError(f"{where}: it needs more memory than there is here") from error

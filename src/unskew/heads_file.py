@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,10 +62,12 @@ def opened(
     layer: str | None = None,
     trust: bool = False,
     example: Any = None,
+    check: Callable[[nn.Module], None] = lambda module: None,
 ) -> Opened:
     """The model of a spec (see `foreign.load_module`) with its weights, cut where `example` or `layer` says.
 
-    Its number of classes is that of the weights. `classes` gives it a new head for another number, of zeros.
+    Its number of classes is that of the weights. `classes` gives it a new head for another number, of zeros. `check`
+    is shown the module before anything is run on it, and may refuse it.
     """
     tree = read_weights(weights) if weights else {}
     about = _about(weights) if weights else {}
@@ -91,6 +93,7 @@ def opened(
     if weights:
         _resize(module, tree)
         put_weights(module, tree, weights)
+    check(module)
     model = split(module, example, layer)
     if held:
         head = linear_of(held["weight"].flatten(1), held.get("bias"))

@@ -223,6 +223,9 @@ def scaled(image: Picture, preparation: Preparation) -> Picture:
     if (width, height) != image.size:
         image = image.resize((width, height), Image.Resampling[INTERPOLATIONS[preparation.interpolation]])
     if preparation.crop is not None:
+        limits.check(
+            "pixels", preparation.crop**2, f"an image of {image.width} x {image.height} cut to {preparation.crop}"
+        )
         left, top = (_middle(length, preparation.crop, preparation.offset) for length in (width, height))
         image = image.crop((left, top, left + preparation.crop, top + preparation.crop))  # black beyond the image
     return image
@@ -327,8 +330,8 @@ def _by_function(preparation: Preparation) -> Callable[[Example], Array]:
         return made.detach().cpu().float()
 
     def one(example: Example) -> Array:
-        made = called(example)
-        if next(calls) < CHECKED and not torch.equal(made, called(example)):
+        number, made = next(calls), called(example)
+        if number < CHECKED and not torch.equal(made, called(example)):
             remedy = "leave out what is random, such as flips and random crops"
             raise UsageError(
                 f"preparation is {name!r}, which makes something else of {example.name} each time: {remedy}"

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unskew import limits
+
 REAL = ("float16", "bfloat16", "float32", "float64", "uint8")  # pixels too
 WORDS = ("int8", "int16", "int32", "int64", "bool")
 MOST, PARTS = 2**27, 64  # numbers in one example, and inputs: a line that says more is damaged
+EXAMPLES = 2  # that are enough to see what a model does
 _SIZE = "[1-9][0-9]{0,8}"
-_PART = re.compile(rf"(?:([A-Za-z_][A-Za-z0-9_]*):)?({'|'.join(REAL + WORDS)})\[((?:{_SIZE}(?:,{_SIZE})*)?)\]")
+_PART = re.compile(rf"(?:([A-Za-z_][A-Za-z0-9_]*):)?({'|'.join(REAL + WORDS)})\[((?:{_SIZE}(?:,{_SIZE}){{0,31}})?)\]")
 
 
 class Part(NamedTuple):
@@ -98,7 +101,17 @@ def joined(lines: Iterable[str | None]) -> str | None:
     return max(known, key=lambda line: sum(math.prod(part.sizes) for part in parsed(line)))
 
 
-def stand_in(text: str, examples: int = 2) -> Any:
+TIMES = 64  # the size of an input that running a model on it may take
+
+
+def check_size(text: str, where: object) -> None:
+    """Refuse inputs that a file asks for, `where`, if running a model on a few of them could take too much memory."""
+    numbers = sum(math.prod(part.sizes) for part in parsed(text))
+    limits.check("inputs", numbers, f"{where}: inputs {text}")
+    limits.check("unbacked", EXAMPLES * 4 * TIMES * numbers, f"{where}: running the model on inputs {text} can take")
+
+
+def stand_in(text: str, examples: int = EXAMPLES) -> Any:
     """Inputs of the kind that a line describes, of ones: a tensor, a tuple of several, or a mapping of named ones.
 
     >>> {name: tuple(value.shape) for name, value in stand_in("words:int64[16] age:float32[]").items()}

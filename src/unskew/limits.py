@@ -106,7 +106,7 @@ def change(text: str, source: str = "limits") -> None:
 
 
 @contextlib.contextmanager
-def changed(text: str) -> Iterator[None]:
+def changed(text: str, source: str = "limits") -> Iterator[None]:
     """Other limits meanwhile, in all threads.
 
     >>> with changed("classes=3, text=2kB"):
@@ -114,7 +114,7 @@ def changed(text: str) -> Iterator[None]:
     (3, 2000)
     """
     before = dict(_changed)
-    change(text)
+    change(text, source)
     try:
         yield
     finally:

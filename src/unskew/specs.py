@@ -103,7 +103,7 @@ def called(kind: str, spec: str, function: Callable[..., Made], *arguments: Any,
     """Call a function of the user's; a failure of that code becomes a refusal that says where."""
     try:
         return function(*arguments, **options)
-    except UnskewError:
+    except (UnskewError, MemoryError):
         raise
     except Exception as error:
         frames = [place for place in traceback.extract_tb(error.__traceback__) if _tells(place.filename)]
@@ -135,8 +135,17 @@ def is_own(spec: str) -> bool:
     if not all(word.isidentifier() for word in (*place.split("."), function)):
         return False
     if dot:
-        return Path(top).is_dir() or importlib.util.find_spec(top) is not None
+        return Path(top).is_dir() or top in sys.modules or importlib.util.find_spec(top) is not None
     return Path(f"{top}.py").is_file() or Path(top, "__init__.py").is_file()
+
+
+def names_code(spec: str) -> bool:
+    """Whether a spec names a function of the user's, as a whole or as one of the pieces that + joins.
+
+    >>> names_code("fednova+mine.py:clipped"), names_code("fedprox:mu=1e+2+on_sphere")
+    (True, False)
+    """
+    return ".py:" in spec or any(map(is_own, spec.split("+")))
 
 
 def own(kind: str, spec: str) -> Callable[..., Any]:

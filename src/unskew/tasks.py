@@ -26,6 +26,8 @@ from unskew.transforms import Transform
 
 VERSION = 1
 BLOCK = 2**20  # bytes of a file that are read at a time
+LIBRARY_FILES = (".json", ".safetensors", ".bin", ".txt", ".py", ".model", ".jinja", ".pt", ".pth", ".h5", ".msgpack",
+                 ".gguf")  # what transformers can read in a folder  # fmt: skip
 
 # What a task's file holds, in the order in which it is written: the fields of a `Task` by section, and their types.
 SECTIONS: dict[str, dict[str, type | tuple[type, ...]]] = {
@@ -78,6 +80,7 @@ class Task:
     def code(self) -> list[str]:
         """What the task would run: files of code and programs, or a function of a package."""
         found = [name for name in self.files if name.endswith((".py", ".pt2"))]
+        found += [name for name in (self.roles.get("preparation"),) if name is not None and name not in found]
         return found + ([self.model] if is_code(self.model) and file_in(self.model) not in found else [])
 
     @property
@@ -149,7 +152,7 @@ def _all_of(path: Path) -> list[Path]:
     """A file, or all that belongs to a model whose configuration it is."""
     if path.name != "config.json":
         return [path]
-    return sorted(one for one in path.parent.iterdir() if one.suffix in (".json", ".safetensors", ".bin", ".txt"))
+    return sorted(one for one in path.parent.iterdir() if one.suffix in LIBRARY_FILES and one.is_file())
 
 
 def _named(path: Path, folder: Path) -> str:
@@ -290,9 +293,22 @@ def placed(
                 f"{place}: not the file that {path} means by {name}: its SHA-256 begins with {held[:16]}, not with "
                 f"{told[:16]}. Ask for the file that came with the task"
             )
+    if task.model.startswith("transformers:") and "model" in roles:
+        _check_whole(found["model"].parent, {PurePosixPath(name).name for name in task.files}, path)
     spec = with_file(task.model, str(found["model"])) if "model" in roles else task.model
     preparation = replace(task.preparation, path=found.get("preparation"))
     return Placed(spec, found.get("weights"), preparation)
+
+
+def _check_whole(folder: Path, listed: set[str], task: Path) -> None:
+    """Refuse files that transformers would find in a folder, but that the task does not know: they are not of it."""
+    there = (one for one in folder.iterdir() if one.suffix in LIBRARY_FILES and not one.is_dir())
+    more = sorted(one.name for one in there if one.name not in listed and one.resolve() != task.resolve())
+    if more:
+        raise DataError(
+            f"{folder} holds {', '.join(more[:5])}{', ...' if len(more) > 5 else ''}, which {task} does not name, and "
+            "transformers would read it: remove it, or ask for a task that names it"
+        )
 
 
 def check_head(task: Task, path: Path, file: Path, head: Head) -> None:

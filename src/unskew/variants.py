@@ -94,7 +94,8 @@ def projection(model: Split, width: int = 256, generator: torch.Generator | None
     """
     check_number("width", width, COUNT)
     old = linear(model.classifier)
-    seed = int(torch.randint(2**63 - 1, (), generator=generator or torch.Generator().manual_seed(0)))
+    draw = generator or torch.Generator().manual_seed(0)
+    seed = int(torch.randint(2**63 - 1, (), generator=draw, device=draw.device))
     with seeded(seed):
         inner, outer = nn.Linear(old.in_features, old.in_features), nn.Linear(old.in_features, width)
         classifier = nn.Linear(width, old.out_features, bias=old.bias is not None)

@@ -23,7 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unskew import limits
 from unskew.errors import DataError, one_line
+from unskew.files import is_memory, open_regular
+from unskew.headers import TYPES
+from unskew.pickles import check_pickled
 from unskew.results import load_tree, save_tree
 from unskew.tree import Tree
 
@@ -39,29 +43,25 @@ _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_mod
 
 def is_safetensors(path: Path) -> bool:
     """Whether a file begins as a safetensors file does; refused if it can't be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(9)[8:] == b"{"  # behind the length of the header
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no such file") from None
-    except IsADirectoryError:
+    if path.is_dir():
         raise DataError(
             f"{path}: can't be read, since it is a folder: give a file in it or, if transformers wrote it, "
             f"--model transformers:{path}"
-        ) from None
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror})") from None
+        )
+    with open_regular(path) as file:
+        return file.read(9)[8:] == b"{"  # behind the length of the header
 
 
 def is_script(path: Path) -> bool:
     """Whether a file is a module that torch.jit.save wrote."""
-    if not zipfile.is_zipfile(path):
-        return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/constants.pkl") for name in archive.namelist())
-    except zipfile.BadZipFile:  # damaged: whoever reads it says so
-        return False
+    with open_regular(path) as file:
+        try:
+            if not zipfile.is_zipfile(file):
+                return False
+            with zipfile.ZipFile(file) as archive:
+                return any(name.endswith("/constants.pkl") for name in archive.namelist())
+        except Exception:  # damaged: whoever reads it says so
+            return False
 
 
 def read_weights(path: str | Path) -> Tree:
@@ -78,9 +78,12 @@ def read_weights(path: str | Path) -> Tree:
             f"torch.save(torch.jit.load({path.name!r}).state_dict(), 'weights.pt')"
         )
     try:
+        check_pickled(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = torch.load(path, map_location="cpu", weights_only=True)
+    except DataError:
+        raise
     except pickle.UnpicklingError as error:
         culprit = re.search(r"GLOBAL ([\w.]+)", str(error))
         more = f" (here {culprit[1]})" if culprit else ""
@@ -90,11 +93,12 @@ def read_weights(path: str | Path) -> Tree:
             "weights_only=False)['state_dict'], 'weights.pt'), or .state_dict() where it is a whole module"
         ) from None
     except Exception as error:
+        why = "it needs more memory than there is here" if is_memory(error) else one_line(error)[:300]
         raise DataError(
-            f"{path}: not a readable file of weights, or cut short ({one_line(error)}). Allowed are safetensors and "
-            f"state dicts. {REMEDY}"
+            f"{path}: not a readable file of weights, or cut short ({why}). Allowed are safetensors and state dicts. "
+            f"{REMEDY}"
         ) from None
-    sets = dict(_state_dicts(found))
+    sets = dict(_state_dicts(path, found, set()))
     if not sets:
         keys = [repr(name) for name in found] if isinstance(found, Mapping) and found else []
         what = f"with {few(keys)}" if keys else f"of type {type(found).__name__}"
@@ -103,18 +107,36 @@ def read_weights(path: str | Path) -> Tree:
     if len(sets) > 1:
         others = ", ".join(repr(other) for other in sets if other != name)
         log.warning("%s: the weights under %r are taken, those under %s are not", path, name, others)
+    _check_dense(path, sets[name])
     return sets[name]
 
 
-def _state_dicts(value: Any, at: str = "") -> Iterator[tuple[str, Tree]]:
+def _check_dense(path: Path, tree: Tree) -> None:
+    """Refuse tensors that are none of plain numbers, and those that claim many more than the file holds."""
+    limits.check("tensors", len(tree), path)
+    for name, value in tree.items():
+        plain = value.layout == torch.strided and not value.is_nested and not value.is_quantized
+        if not plain or value.device.type != "cpu" or value.dtype not in TYPES.values():
+            kinds = {"nested": value.is_nested, "quantised": value.is_quantized, "without values": value.is_meta}
+            what = next((kind for kind, is_so in kinds.items() if is_so), f"{value.layout} of {value.dtype}")
+            raise DataError(f"{path}: {name} is {what}, not a plain tensor of numbers. {REMEDY}")
+    claimed = sum(value.numel() * value.itemsize for value in tree.values())
+    limits.check("unbacked", claimed - path.stat().st_size, path)
+    limits.check("memory", claimed, path)
+
+
+def _state_dicts(path: Path, value: Any, seen: set[int], at: str = "", depth: int = 1) -> Iterator[tuple[str, Tree]]:
     """The state dicts in what a file holds, by the names that lead to them."""
     if not isinstance(value, Mapping) or not value or not all(isinstance(name, str) for name in value):
         return  # an optimiser's state is numbered
     if all(isinstance(entry, Tensor) for entry in value.values()):
         yield at, value if isinstance(value, dict) else dict(value)
         return
-    for name, entry in value.items():
-        yield from _state_dicts(entry, f"{at}.{name}".removeprefix("."))
+    limits.check("depth", depth, path)
+    inner = {} if id(value) in seen else value  # each could be there under many names, and hold itself
+    seen.add(id(value))
+    for name, entry in inner.items():
+        yield from _state_dicts(path, entry, seen, f"{at}.{name}".removeprefix("."), depth + 1)
 
 
 def _usual(path: Path, names: list[str]) -> str:

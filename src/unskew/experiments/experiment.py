@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from unskew.errors import (
     lookup,
 )  # fmt: skip
 from unskew.results import digest
-from unskew.specs import named
+from unskew.specs import named, names_code
 
 
 def _about(default: Any, text: str, allowed: Allowed = ANY) -> Any:
@@ -120,9 +120,25 @@ class Experiment:
             raise UsageError(f"{source}: {error}") from None
 
     @classmethod
-    def read(cls, path: str | Path) -> Experiment:
-        """An experiment from a TOML file."""
-        return cls(**read_toml(Path(path)))
+    def read(cls, path: str | Path, trust: bool = False) -> Experiment:
+        """An experiment from a TOML file; one that names code is refused unless there is `trust` in who wrote it."""
+        experiment = cls(**read_toml(Path(path)))
+        experiment.check_trusted(path, trust)
+        return experiment
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The fields that name code of somebody's own: what a run of it would run."""
+        return {name: getattr(self, name) for name in ("model", "method") if names_code(getattr(self, name))}
+
+    def check_trusted(self, source: object, trust: bool, typed: Collection[str] = ()) -> None:
+        """Refuse code that a file names, its `source`, unless there is trust; fields that were `typed` are meant."""
+        code = {name: spec for name, spec in self.code.items() if name not in typed}
+        if code and not trust:
+            raise UsageError(
+                f"{source} names code that would run here: {', '.join(code.values())}. Read it; if you trust whoever "
+                f"wrote that, add --trust (trust=True), or give {' and '.join(f'--{name}' for name in code)} yourself"
+            )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -16,24 +16,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from unskew import locks
+from unskew import limits, locks
 from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.exchange import Client
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.parts import own_model, settled_like
+from unskew.files import parse_json, read_json, reading
 from unskew.heads import plain
 from unskew.locks import folder_locked
 from unskew.methods import skeleton
 from unskew.models import Split, build, linear, linear_of
 from unskew.results import Record, load_sealed, read, save_sealed, write_text
-from unskew.simulate import Round
+from unskew.simulate import Round, Training
 from unskew.specs import is_own
 from unskew.transforms import Transform
 from unskew.tree import Tree, each, prefix, under
@@ -51,12 +53,13 @@ def stored(out: Path) -> Experiment:
     """The experiment that a folder belongs to."""
     path = out / "experiment.json"
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        values = None
+        values = read_json(path, finite=False)
+    except DataError as error:
+        raise DataError(f"{path}: not an experiment; the file is damaged ({error})") from None
     if not isinstance(values, dict):
         raise DataError(f"{path}: not an experiment; the file is damaged")
-    return Experiment.of(values, str(path))
+    with reading(path, "not an experiment; the file is damaged"):
+        return Experiment.of(values, str(path))
 
 
 def ends(records: list[Record]) -> bool:
@@ -127,16 +130,60 @@ def save_round(path: Path, round: Round, experiment: Experiment) -> None:
 
 def load_round(path: Path, experiment: Experiment) -> Round:
     """Read it again."""
-    try:
+    with _to_be_removed(path):
         tree, metadata = load_sealed(path)
+        told = metadata.get("experiment")
+    if told is not None and told != experiment.digest:
+        raise DataError(f"{path}: the checkpoint of another experiment")
+    with _to_be_removed(path):
+        about = parse_json(metadata["round"], f"{path}: what it says of its round", finite=False)
+        numbers = {name: about[name] for name in ("number", "loss", "lr")}
+        ids = *about["cohort"], *about["clients"], numbers["number"]
+        if told is None or not all(type(value) is int and value >= 0 for value in ids):
+            raise DataError(f"{path}: not the checkpoint of a run")
+        if not all(type(value) in (int, float) for value in numbers.values()):
+            raise DataError(f"{path}: what it says of its round are no numbers")
+        clients = {id: Client(under(f"own/{id}", tree), under(f"memory/{id}", tree)) for id in about["clients"]}
+        params, state = (
+            each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state")
+        )
+        cohort = tuple(about["cohort"])
+        return Round(params=params, state=state, clients=clients, cohort=cohort, seconds=0.0, **numbers)
+
+
+@contextlib.contextmanager
+def _to_be_removed(path: Path) -> Iterator[None]:
+    """Refuse a checkpoint that is damaged, and say how to go on without it."""
+    try:
+        with reading(path, "not the checkpoint of a run"):
+            yield
     except DataError as error:
         raise DataError(f"{error}. Remove it, and the run begins again at round 1") from None
-    if metadata["experiment"] != experiment.digest:
-        raise DataError(f"{path}: the checkpoint of another experiment")
-    about = json.loads(metadata["round"])
-    clients = {id: Client(under(f"own/{id}", tree), under(f"memory/{id}", tree)) for id in about.pop("clients")}
-    params, state = (each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state"))
-    return Round(params=params, state=state, clients=clients, cohort=tuple(about.pop("cohort")), seconds=0.0, **about)
+
+
+def fitting(path: Path, round: Round, training: Training) -> Round:
+    """The round of a checkpoint, whose seal anybody can make; refused if it is none of this training."""
+    start, clients = training.start(), len(training.federation.clients)
+    with _to_be_removed(path):
+        if not 1 <= round.number <= training.rounds or not all(id < clients for id in (*round.cohort, *round.clients)):
+            raise DataError(f"{path}: round {round.number} of other rounds or clients than this run has")
+        _check_alike(path, "params", round.params, start.params)
+        _check_alike(path, "state", round.state, start.state)
+        for id, client in round.clients.items():
+            _check_alike(path, f"client {id}", client.tree(), training.visitor(start, id).tree())
+    return round
+
+
+def _check_alike(path: Path, what: str, found: Tree, expected: Tree) -> None:
+    """Refuse tensors of other names, shapes or types than are expected, and those that hold no numbers."""
+    if odd := sorted(set(found) ^ set(expected)):
+        raise DataError(f"{path}: {what} has or lacks {odd[0]!r}, unlike this run's")
+    for name, value in found.items():
+        kinds = [(tuple(each.shape), each.dtype) for each in (value, expected[name])]
+        if kinds[0] != kinds[1]:
+            raise DataError(f"{path}: {name!r} of {what} is {kinds[0]}; in this run it is {kinds[1]}")
+        if not torch.isfinite(value).all():
+            raise DataError(f"{path}: {name!r} of {what} holds NaN or infinity")
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -154,22 +201,49 @@ def save_model(path: Path, model: Split, experiment: Experiment, data: Dataset) 
     save_sealed(path, model.state_dict(), {"unskew": json.dumps(about)})
 
 
-def load_model(path: str | Path) -> Split:
+def load_model(path: str | Path, trust: bool = False) -> Split:
     """A model that a run has written, in eval mode.
 
     It takes what `batches` gives: pixel values / 255, less the mean, over the standard deviation of the training
-    images.
+    images. A file can name code that makes its network, file.py:function; that is run only where whoever wrote the
+    file is trusted.
     """
     tree, metadata = load_sealed(Path(path))
     if "unskew" not in metadata:
         raise DataError(f"{path}: not a model of a run; model.safetensors and calibrated-*.safetensors are")
-    about = json.loads(metadata["unskew"])
+    about = parse_json(metadata["unskew"], path)
+    with reading(path, "what it says of its network is damaged"):
+        model = _skeleton(path, about, tree, trust)
+        return _filled(path, model, about, tree)
+
+
+def _skeleton(path: str | Path, about: Record, tree: Tree, trust: bool) -> Split:
+    """The network of a file, with any weights; its sizes are compared with those of the file before it is made."""
     name, sizes = about["network"], (about["classes"], about["channels"], about["size"])
+    if not all(type(size) is int and size > 0 for size in (*sizes, *about["shape"])):
+        raise DataError(f"{path}: the sizes of its network must be whole numbers above 0")
+    limits.check("classes", about["classes"], path)
     if is_own(name):
+        if not trust:
+            raise UsageError(
+                f"{path} names code that would run here: {name}. Read it; if you trust whoever wrote that, add "
+                "trust=True"
+            )
+        limits.check("inputs", math.prod(about["shape"]), path)
         model = own_model(name, torch.Generator(), torch.zeros(1, *about["shape"]), *sizes)
     else:
+        held = sum(value.numel() for value in tree.values())
+        with torch.device("meta"):  # where it takes no memory
+            empty = skeleton(about["method"], build(name, *sizes, about["norm"]))
+        wanted = sum(value.numel() for value in empty.features.parameters())
+        if wanted > held:
+            raise DataError(f"{path}: it holds {held:,} numbers, but {name} for {sizes} would have {wanted:,} or more")
         model = build(name, *sizes, about["norm"])
-    model = skeleton(about["method"], model)
+    return skeleton(about["method"], model)
+
+
+def _filled(path: str | Path, model: Split, about: Record, tree: Tree) -> Split:
+    """A network with the weights of a file."""
     layer = linear(model.classifier) if about["normalised"] else plain(model.classifier)
     if about["transforms"]:
         front = Transform("+".join(about["transforms"]), layer.in_features)
@@ -181,5 +255,7 @@ def load_model(path: str | Path) -> Split:
     try:
         model.load_state_dict(tree)
     except RuntimeError as error:
-        raise DataError(f"{path}: its weights do not fit {name}, which has changed since: {error}") from None
+        raise DataError(
+            f"{path}: its weights do not fit {about['network']}, which has changed since: {error}"
+        ) from None
     return model.eval()
