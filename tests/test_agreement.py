@@ -16,6 +16,7 @@ from pictures import MEAN, STD, folder_of, pixels, prepared, write_network
 from unskew.agreement import Known, agreed_labels, agreed_preparation, check_known
 from unskew.errors import DataError, UsageError
 from unskew.preparation import Preparation
+from unskew.results import save_sealed
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors")
 LABELS = ("--labels", "names.txt")
@@ -106,8 +107,8 @@ def test_heads_carry_what_they_need(work):
     stats = collected("--hold-out", "0.3")
     done("calibrate", *MODEL, *stats, "--propose", "heads.safetensors")
     for site in "ab":
-        answer = done("evaluate", *MODEL, "--data", site, "--heads", "heads.safetensors", "--hold-out", "0.3", "--out",
-                      f"{site}.answer")  # fmt: skip
+        answer = done("evaluate", *MODEL, "--data", site, "--heads", "heads.safetensors", "--hold-out", "0.3",
+                      "--stats", f"{site}.stats", "--out", f"{site}.answer")  # fmt: skip
         assert "inputs are prepared as heads.safetensors says" in answer.err
     answers = ("--heads", "heads.safetensors", "--validate", "a.answer", "b.answer")
     answer = done("calibrate", *MODEL, *stats, *answers, "--out", "better.safetensors")
@@ -219,15 +220,22 @@ def test_a_program_prepares_pixels_for_a_model_in_another_type(work):
     torch.testing.assert_close(logits, net(prepared(x).double()), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("change", [{"preparation": "whatever"}, {"labels": "abc"}, {"inputs": "all"}, {"labels": [1]}])
-def test_a_calibrated_file_that_tells_nonsense_is_refused(work, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"preparation": "whatever"}, "preparation is 'whatever'"), ({"labels": "abc"}, "what it says of its"),
+        ({"inputs": "all"}, "what it says of its calibration"), ({"labels": [1]}, "what it says of its calibration"),
+    ],
+)  # fmt: skip
+def test_a_calibrated_file_that_tells_nonsense_is_refused(work, change, words):
     done("calibrate", *MODEL, *collected(), "--out", "better.safetensors")
     with safe_open("better.safetensors", "pt") as file:
         about = json.loads(file.metadata()["calibrated"])
-    save_file(load_file("better.safetensors"), "forged.safetensors", {"calibrated": json.dumps(about | change)})
+    forged = {"calibrated": json.dumps(about | change)}
+    save_sealed(work / "forged.safetensors", load_file("better.safetensors"), forged)
     answer = unskew("evaluate", "--model", "net.py:build", "--weights", "forged.safetensors", "--data", "test")
     assert answer.code == 1
-    assert "forged.safetensors: what it says of its calibration is damaged" in answer.err
+    assert f"forged.safetensors: {words}" in answer.err
 
 
 GREY = Preparation("pixels/255", channels=1, mean=(0.5,), std=(0.25,))

@@ -1,9 +1,15 @@
 """What people read fits their terminal, and no number is cut on the way."""
 
+import json
 import re
+import time
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from commands import Terminal, blobs, tiny, unskew
 from pictures import MEAN, STD, folder_of, write_network
@@ -157,7 +163,7 @@ def test_scores_and_votes_are_whole_at_any_width(tmp_path, monkeypatch, columns)
     model = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
     collect = ("stats", *model, "--data", "a", *MEAN, *STD, "--out", "a.stats")
     propose = ("calibrate", *model[:4], "--stats", "a.stats", "--propose", "heads")
-    score = ("evaluate", *model[:4], "--data", "a", "--heads", "heads", "--out", "a.answer")
+    score = ("evaluate", *model[:4], "--data", "a", "--heads", "heads", "--stats", "a.stats", "--out", "a.answer")
     vote = ("calibrate", *model[:4], "--stats", "a.stats", "--heads", "heads", "--validate", "a.answer", "--out", "b")
     for command in (collect, propose, score, vote):
         answer = unskew(*command, columns=columns)
@@ -165,4 +171,169 @@ def test_scores_and_votes_are_whole_at_any_width(tmp_path, monkeypatch, columns)
         assert max(len(line) for line in answer.out.splitlines() if " unskew " not in line) <= columns
         if command in (score, vote):
             numbers = re.findall(r"(?<![\d.,])\d+\.\d\d(?!\d)", answer.out)
-            assert len(numbers) == 2 * 4  # of four heads
+            assert len(numbers) == (3 if command is vote else 2) * 4  # of four heads; votes of each site too
+
+
+# ---------------------------------------------------------------------------------------------- characters that act
+
+ACTING = {
+    "escape": "\x1b[31mred\x1b[0m", "title": "\x1b]0;owned\x07", "return": "a\rerror", "line": "a\nnote: all is well",
+    "tab": "a\tb", "bell": "\a", "delete": "a\x7f", "C1": "\x9b31m",
+    "override": "\u202egnp.exe", "isolate": "\u2066a\u2069",
+    "hidden": "a\u200bb\u200d\ufeff", "separator": "a\u2028b\u2029", "tag": "\U000e0041", "half": "a\udcffb",
+}  # fmt: skip
+MARKUP = ("[red]x[/red]", "[link=https://example.org]x[/link]", "[/]", ":smile:", "[bold]", "\\[x")
+
+
+def harmless(text: str) -> bool:
+    """Whether a terminal would only show it, once the codes for bold letters and bars are gone."""
+    bare = re.sub(r"\x1b\[[\d;]*m", "", text)
+    return all(one.isprintable() or one == "\n" for one in bare)
+
+
+@pytest.mark.parametrize("kind", ACTING)
+def test_characters_that_act_are_shown_as_escapes(kind, monkeypatch, capsys):
+    text = ACTING[kind]
+    seen = console.printable(text)
+    assert seen.isprintable()
+    assert "\\" in seen
+    table = console.table_of(text, text, title=text)
+    table.add_row(text, text)
+    for columns in (30, 200):
+        assert harmless(shown(table, columns, monkeypatch))
+        assert harmless(shown(text, columns, monkeypatch))
+    console.tell(text)
+    assert all(line.startswith("  ") for line in capsys.readouterr().err.splitlines()[1:])
+
+
+@pytest.mark.parametrize("text", MARKUP)
+def test_brackets_and_colons_mean_nothing(text, monkeypatch):
+    table = console.table_of(text, text, title=text)
+    table.add_row(text, text)
+    assert shown(table, 200, monkeypatch).count(text) == 5
+    assert text in shown(text, 200, monkeypatch)
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("COLUMNS", "200")
+    with console.bar(text + "\x1b]0;x\x07", 3) as progress:
+        progress(1)
+    assert text in screen.getvalue()
+    assert "\x1b]0" not in screen.getvalue()
+
+
+def test_letters_of_all_languages_stay(monkeypatch):
+    for text in ("Ähre", "犬と猫", "собака", "a\u00a0b", "🐶", "قط"):
+        assert console.printable(text) == text
+
+
+def test_what_is_overlong_is_cut_in_the_middle(monkeypatch):
+    table = console.table_of("h" * 10**5, "n")
+    table.add_row("c" * 10**6, "12")
+    text = shown(table, 120, monkeypatch)
+    assert len(text) < 5000
+    assert "more)" in text
+    assert "12" in text.split()
+    assert len(console.printable("x" * 10**6)) <= console.LINE + 20
+
+
+def test_nothing_is_printed_but_by_the_console():
+    """Whoever prints by themselves may print what acts."""
+    source = Path(console.__file__).parent
+    allowed = {"console.py", "workers.py"}  # the latter prints nothing, to flush what a method has printed
+    found = [f"{path.name}: {line.strip()}" for path in source.rglob("*.py") if path.name not in allowed
+             for line in path.read_text(encoding="utf-8").splitlines()
+             if re.search(r"(?<![\w.>] )\bprint\(|Console\(|click\.echo|sys\.std(out|err)\.write", line)
+             and not re.search(r">>>|print\(round|for print", line)]  # fmt: skip
+    assert found == []
+
+
+NASTY = tuple(f"{number}{text}" for number, text in enumerate(
+    ["\x1b[31m", "\u202e", "\r", "[red]x[link=y]", "a\nnote: forged"]))  # fmt: skip
+
+
+@pytest.fixture
+def nasty(tmp_path, monkeypatch):
+    """Sites whose classes, files and headers hold all that acts; and the files of a whole conversation."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\ndef build():\n    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 5))\n"
+    )
+    for site in ("a\x1b[2J", "b\u202e"):
+        for kind, name in enumerate(NASTY):
+            (tmp_path / site / name).mkdir(parents=True)
+            for number in range(6):
+                pixels = np.random.default_rng([len(site), kind, number]).integers(0, 255, (6, 6), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / site / name / f"{number}\x1b.png")
+        (tmp_path / site / NASTY[0] / "broken\x1b.png").write_text("no picture")
+    return tmp_path
+
+
+def test_no_command_lets_them_through(nasty):
+    a, b = "a\x1b[2J", "b\u202e"
+    model, files = ("--model", "net.py:build"), [f"{a}.stats", f"{b}.stats"]
+    heads, answers = "heads\x1b", ["a\x1b.answer", "b\x1b.answer"]
+    sites = (*model, "--skip-damaged", "--data")
+    collect = [("stats", *sites, site, "--out", out) for site, out in zip((a, b), files, strict=True)]
+    answer = [("evaluate", *sites, site, "--heads", heads, "--stats", f"{site}.stats") for site in (a, b)]
+    score = [(*command, "--out", out) for command, out in zip(answer, answers, strict=True)]
+    worked = [
+        *collect,
+        ("inspect", *files),
+        ("calibrate", *model, "--stats", *files, "--propose", heads),
+        *score,
+        ("calibrate", *model, "--stats", *files, "--heads", heads, "--validate", *answers, "--out", "new\x1b"),
+        ("evaluate", "--model", "net.py:build", "--weights", "new\x1b", "--data", a, "--skip-damaged"),
+        ("try", *model, "--sites", a, b, "--skip-damaged"),
+    ]
+    for command in worked:
+        for columns in (None, 70):
+            force = ("--force",) if "--out" in command or "--propose" in command else ()
+            answer = unskew(*command, *force, columns=columns)
+            assert answer.code == 0, answer.err
+            assert harmless(answer.out + answer.err), answer
+            assert not [line for line in answer.err.splitlines() if line.startswith("note: forged")]
+    failing = [
+        ("stats", *model, "--data", "c\x1b", "--out", "x"),
+        ("stats", *model, "--data", a, "--out", files[0]),
+        ("stats", "--model", "no\x1b", "--data", a, "--out", "x"),
+        ("inspect", f"{a}/{NASTY[0]}/broken\x1b.png"),
+        ("calibrate", *model, "--stats", f"{a}/{NASTY[0]}/broken\x1b.png", "--out", "x"),
+        ("calibrate", *model, "--stats", *files, "--prior", "x\x1b", "--out", "x"),
+        ("calibrate", *model, "--stats", *files, "--calibrator", "x\x1b", "--out", "x"),
+        ("evaluate", *model, "--data", a),
+        ("task", "--model", "x\x1b", "--image-size", 8, "--channels", 1),
+        ("run", "--data", "x\x1b"), ("run", "x\x1b.toml"), ("list", "x\x1b"), ("table", "x\x1b"), ("x\x1b",),
+        ("partition", "--data", a, "--image-size", "6", "--clients", "2"),
+    ]  # fmt: skip
+    for command in failing:
+        answer = unskew(*command)
+        assert answer.code in (1, 2), (command, answer)
+        assert harmless(answer.out + answer.err), answer
+
+
+def test_texts_in_headers_do_not_act(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    origin = Origin(layer="\x1b[31mlayer", preparation="\x1b[2Jprepared", labels=("a\x1b", "b\u202e"))
+    stats = FeatureStats.of(torch.eye(2).double(), torch.tensor([0, 1]), 2, "pooled")
+    replace(stats, origin=origin).save("a.stats")
+    replace(stats, origin=replace(origin, layer="\x1b]0;x\x07")).save("b.stats")
+    inspect = [("inspect", "a.stats"), ("inspect", "a.stats", "b.stats"), ("inspect", "a.stats", "--json")]
+    for command in (*inspect, ("calibrate", "--model", "cnn", "--stats", "a.stats", "b.stats", "--out", "x")):
+        answer = unskew(*command)
+        assert harmless(answer.out + answer.err)
+        assert "x1b" in answer.out + answer.err or "u001b" in answer.out
+
+
+def test_many_classes_are_inspected_in_seconds_and_shown_on_a_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    many = 90_000
+    FeatureStats.of(torch.ones(many, 1).double(), torch.arange(many) // 2, many, "none").save("a.stats")
+    begin = time.monotonic()
+    answer = unskew("inspect", "a.stats")
+    assert time.monotonic() - begin < 10
+    assert answer.code == 0
+    assert len(answer.out) < 30_000
+    assert "Left out: the 89,800 classes with the fewest examples; --json has them." in answer.out
+    assert "and 44,980 more: a new classifier can't know it" in answer.out
+    assert len(json.loads(unskew("inspect", "a.stats", "--json").out)["table"]) == many

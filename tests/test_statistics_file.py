@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from test_statistics import features
-from unskew import statistics_file, streams
+from unskew import statistics_file, statistics_header, streams
 from unskew.errors import DataError, UsageError
 from unskew.origin import Origin
 from unskew.statistics import FORMS, FeatureStats
-from unskew.statistics_file import PRECISIONS
+from unskew.statistics_header import PRECISIONS
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def test_what_the_old_head_gets_right_is_added_where_all_tell_it(tmp_path):
         replace(FeatureStats.of(z[number::3], y[number::3], 4), right=10 * number).save(path)
     assert statistics_file.total_of(paths).right == 30
     assert statistics_file.total_of(paths[1:]).right == 30
-    statistics_file.total_of(paths).save(tmp_path / "sum.stats")
-    assert statistics_file.total_of([tmp_path / "sum.stats"], None, paths[2:]).right == 10
+    statistics_file.save_sum(statistics_file.total_of(paths), tmp_path / "sum.stats")
+    assert statistics_file.total_of([], None, paths[2:], sums=[tmp_path / "sum.stats"]).right == 10
     FeatureStats.of(z, y, 4).save(paths[0])
     assert statistics_file.total_of(paths).right is None
 
@@ -122,17 +122,16 @@ def test_files_are_added_into_one_sum_in_any_form_that_all_can_give(tmp_path):
         total, exact = statistics_file.total_of(paths, form), FeatureStats.of(z, y, 4, form)
         for mine, theirs in zip(total.tensors, exact.tensors, strict=True):
             assert mine == pytest.approx(theirs.numpy(), abs=1e-9)
-    statistics_file.total_of(paths).save(tmp_path / "all.stats")
-    for again in ([tmp_path / "all.stats", paths[0]], [paths[0], tmp_path / "all.stats"]):
-        with pytest.raises(DataError, match=r"the same statistics as .*stats, or a part of it"):
-            statistics_file.total_of(again)
+    statistics_file.save_sum(statistics_file.total_of(paths), tmp_path / "all.stats")
+    with pytest.raises(DataError, match=r"all.stats: the same data as .*0.stats"):
+        statistics_file.total_of(paths[:1], sums=[tmp_path / "all.stats"])
     with pytest.raises(DataError, match=r"0.stats: no part of the sum"):
         statistics_file.total_of(paths[1:], None, paths[:1])
     with pytest.raises(DataError, match="added twice"):
         statistics_file.load(paths[0]) + statistics_file.load(tmp_path / "all.stats")
     with pytest.raises(DataError, match="no part of the sum"):
         statistics_file.total_of(paths[1:]) - statistics_file.load(paths[0])
-    without = statistics_file.total_of([tmp_path / "all.stats"], None, paths[1:2])
+    without = statistics_file.total_of([], None, paths[1:2], sums=[tmp_path / "all.stats"])
     assert len(without.parts) == 2
     for mine, theirs in zip(without.tensors, statistics_file.total_of([paths[0], paths[2]]).tensors, strict=True):
         assert mine == pytest.approx(theirs.numpy(), abs=1e-9)
@@ -150,7 +149,7 @@ def test_files_that_do_not_belong_together_are_refused_by_name(tmp_path, stats):
         assert "two.stats" in str(refusal.value)
         assert "one.stats" in str(refusal.value)
 
-    refused(stats, "the same statistics as")
+    refused(stats, "the same data as")
     refused(replace(stats, transform="unit"), "different transform")
     refused(stats.reduced("pooled"), "different form")
     refused(replace(stats, held_out=FeatureStats.of(z[:9], y[:9], 4, "pooled", stats.transform)), "different held_out")
@@ -188,7 +187,8 @@ def test_second_moments_that_are_not_positive_semidefinite_are_refused(path, for
     with pytest.raises(DataError, match="site_a.*positive semidefinite"):
         FeatureStats.load(path)
     forged(path, privacy={"unit": "example", "epsilon": 1.0, "delta": 1e-5, "mechanism": "gauss"})
-    assert FeatureStats.load(path).privacy.epsilon == 1.0  # noise may do that
+    with pytest.raises(DataError, match="site_a.*privacy"):  # nothing writes that, so nobody can claim it
+        FeatureStats.load(path)
 
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
@@ -220,16 +220,10 @@ def test_a_class_whose_last_example_leaves_is_empty(tmp_path):
     FeatureStats.of(z[y < 3], y[y < 3], 4).save(a)
     FeatureStats.of(z[y > 0], y[y > 0], 4).save(b)
     for form in FORMS:
-        statistics_file.total_of([a, b], form).save(tmp_path / "sum.stats")
-        left = statistics_file.total_of([tmp_path / "sum.stats"], None, [statistics_file_of(b, form, tmp_path)])
+        statistics_file.save_sum(statistics_file.total_of([a, b], form), tmp_path / "sum.stats")
+        left = statistics_file.total_of([], form, [b], sums=[tmp_path / "sum.stats"])
         assert not left.mean[3].any()
         left.save(tmp_path / "left.stats")
-
-
-def statistics_file_of(path, form, folder):
-    """The same statistics in a cheaper form, known by the same digest."""
-    statistics_file.load(path, form).save(folder / "reduced.stats")
-    return folder / "reduced.stats"
 
 
 def test_headers_that_are_too_long_are_not_written(path):
@@ -268,12 +262,12 @@ def test_the_header_holds_every_field_of_version_1(stats, path):
     stats.save(path)
     with safe_open(path, "pt") as file:
         header = {name: value if name == "digest" else json.loads(value) for name, value in file.metadata().items()}
-    assert set(header) == {*statistics_file.FIELDS, "digest"}
+    assert set(header) == {*statistics_header.FIELDS, "digest"}
     assert (header["version"], header["classes"], header["dimension"]) == (1, 4, 6)
     assert (header["form"], header["transform"], header["precision"]) == ("class", "relu-tukey:0.5", "float64")
     assert (header["layer"], header["inputs"]) == ("fc", "uint8[3,32,32]")
     assert (header["weights"], header["examples"], header["producer"]) == ("abc", 300, "unskew 0.1.0")
-    assert [header[name] for name in ("held_out", "privacy", "labels", "preparation")] == [None, None, None, None]
+    assert {header[name] for name in ("held_out", "labels", "preparation", "nonce", "site", "parts")} == {None}
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -322,8 +316,13 @@ def sealed(path, payload, header):
     ("changes", "message"),
     [
         ({"version": 2}, "version is 2"),
-        ({"privacy": {"epsilon": 1}}, "privacy"),
-        ({"privacy": {"unit": "site", "epsilon": -1, "delta": 0, "mechanism": "gauss"}}, "privacy is"),
+        ({"privacy": None}, "privacy"),
+        ({"nonce": "ab"}, "nonce is 'ab'"),
+        ({"nonce": 32 * "A"}, "nonce is"),
+        ({"site": "site_a"}, "site is 'site_a', but a signature is missing"),
+        ({"site": "a\nb"}, "site is"),
+        ({"parts": []}, "parts is"),
+        ({"parts": ["0" * 64]}, "parts is"),
         ({"held_out": 0.1}, "held_out"),
         ({"held_out": 3}, "it holds the tensors"),
         ({"labels": ["a", "b"]}, "labels has 2 names for 4 classes"),
@@ -533,7 +532,7 @@ def test_a_site_is_taken_out_of_files_that_are_read_in_a_cheaper_form(tmp_path, 
     paths = [tmp_path / f"{number}.stats" for number in range(3)]
     for number, path in enumerate(paths):
         FeatureStats.of(z[number::3], y[number::3], 4).save(path)
-    statistics_file.total_of(paths).save(tmp_path / "sum.stats")
-    left = statistics_file.total_of([tmp_path / "sum.stats"], form, paths[:1])
+    statistics_file.save_sum(statistics_file.total_of(paths), tmp_path / "sum.stats")
+    left = statistics_file.total_of([], form, paths[:1], sums=[tmp_path / "sum.stats"])
     for mine, theirs in zip(left.tensors, statistics_file.total_of(paths[1:], form).tensors, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -10,7 +11,8 @@ from commands import unskew
 from pictures import MEAN, STD, folder_of, write_network
 from unskew.errors import DataError, UsageError
 from unskew.preparation import Preparation
-from unskew.statistics_file import head_of
+from unskew.statistics import FeatureStats
+from unskew.statistics_header import head_of
 from unskew.tasks import Task, file_in, load, placed, save, task_of, with_file
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
@@ -62,8 +64,8 @@ def test_the_whole_conversation(work, monkeypatch):
     done("calibrate", *SHARED, *stats, "--propose", "heads.safetensors")
     for site in "ab":
         monkeypatch.chdir(work / f"home_{site}")
-        answer = done("evaluate", *SHARED, "--data", "pictures", "--heads", "../heads.safetensors", "--out",
-                      f"../{site}.answer")  # fmt: skip
+        answer = done("evaluate", *SHARED, "--data", "pictures", "--heads", "../heads.safetensors", "--stats",
+                      f"../{site}.stats", "--out", f"../{site}.answer")  # fmt: skip
         assert "scored is what the task holds out, a share of 0.3" in answer.err
     monkeypatch.chdir(work)
     answers = ("--heads", "heads.safetensors", "--validate", "a.answer", "b.answer")
@@ -168,6 +170,10 @@ def test_statistics_that_are_not_of_the_task_are_refused(work):
         ("bare", "mean is not given in bare.stats, 0.5 in task.toml", ("--transform", "unit")),
     ):  # fmt: skip
         done("stats", *MODEL, *given, "--out", f"{name}.stats", *options)
+        refused(f"{name}.stats: made without a task, but task.toml has the nonce", "calibrate", *SHARED, "--stats",
+                f"{name}.stats", *out)  # fmt: skip
+        held = FeatureStats.load(f"{name}.stats")
+        replace(held, origin=replace(held.origin, nonce=load(work / "task.toml").nonce)).save(f"{name}.stats")
         refused(message, "calibrate", *SHARED, "--stats", f"{name}.stats", *out)
     assert not (work / "y.safetensors").exists()
 
@@ -235,6 +241,8 @@ def test_a_task_is_read_as_it_was_written(tmp_path):
         ("version = 1\n[model", "not TOML"),
         ("model = 1", "version is None; this Unskew reads version 1"),
         ("version = 2", "version is 2; this Unskew reads version 1"),
+        ("version = 1\n[model]\nmodel = 'cnn'", "nonce is missing"),
+        ("version = 1\nnonce = 'ab'\n[model]\nmodel = 'cnn'", "nonce is 'ab'"),
         ("version = 1\n[modle]\nmodel = 'cnn'", "unknown section 'modle': did you mean 'model'?"),
         ("version = 1\n[model]\nmodel = 'cnn'\nwieghts = 'x'", "unknown entry of [model] 'wieghts': did you mean"),
         ("version = 1\n[data]\nlabels = ['a', 'b']", "model is missing"),
@@ -258,7 +266,8 @@ def test_a_task_is_read_as_it_was_written(tmp_path):
 )  # fmt: skip
 def test_a_task_that_was_spoilt_is_refused(tmp_path, text, message):
     path = tmp_path / "task.toml"
-    path.write_text(text)
+    nonced = text if "nonce" in text + message else text.replace("version = 1", f"version = 1\nnonce = '{32 * 'a'}'")
+    path.write_text(nonced)
     with pytest.raises(DataError) as refusal:
         load(path)
     assert str(refusal.value).startswith(f"{path}: ")

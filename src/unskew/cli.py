@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, T
 from rich.text import Text
 
 from unskew import __version__, limits, locks
+from unskew.cli_keys import key
 from unskew.cli_options import Everywhere, check_free, inputs_of, note, probe_folder
 from unskew.cli_server import calibrate
 from unskew.cli_sites import evaluate, inspect_files, stats
@@ -70,7 +71,7 @@ def app(context: click.Context, allowed: tuple[str, ...]) -> None:
     context.with_resource(limits.changed(",".join(allowed), "--limit"))
 
 
-for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files):
+for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files, key):
     app.add_command(command)
 
 

@@ -119,6 +119,7 @@ def options(*groups: str) -> Callable[[Command], Command]:
             click.option("--hold-out", type=SHARE, show_default="0", help="share of the examples whose moments are "
                          "sent apart too, to choose a ridge by and to score heads on"),
         ],
+        "sign": [click.option("--sign", type=PATH, help="sign what is written: a private key of `unskew key new`")],
         "out": [click.option("--force", is_flag=True, help="replace a file that is there")],
     }  # fmt: skip
 
@@ -321,7 +322,8 @@ def probe_folder(folder: Path) -> None:
 
 def inputs_of(given: Mapping[str, Any]) -> list[Path]:
     """The files and folders that options name, those of a spec such as net.py:build too."""
-    names = ("model", "weights", "data", "labels", "prior", "heads", "task", "prepare", "test", "sites")
+    names = ("model", "weights", "data", "labels", "prior", "heads", "task", "prepare", "test", "sites", "sign",
+             "server", "own")  # fmt: skip
     values = [given[name] for name in names if given.get(name)]
     texts = [str(text) for value in values for text in (value if isinstance(value, tuple) else (value,))]
     paths = [Path(word) for text in texts for word in (text, text.partition(":")[0], text.partition(":")[2]) if word]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from unskew.cli_answers import Conversation, validated
+from unskew.cli_model import check_alike, opened_for
 from unskew.cli_options import (
     FORMS,
     PATH,
@@ -24,13 +26,12 @@ from unskew.cli_options import (
     Lists,
     asked_for,
     check_free,
-    checked_device,
     epilog,
     inputs_of,
     note,
     options,
 )
-from unskew.console import bar, printable, show, table_of
+from unskew.console import bar, printable, show
 from unskew.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -40,17 +41,25 @@ if TYPE_CHECKING:
     from unskew.heads_file import Opened
     from unskew.models import Split
     from unskew.origin import Origin
+    from unskew.scrutiny import Summary
+    from unskew.signing import Key
     from unskew.statistics import FeatureStats
-    from unskew.statistics_file import Head
+    from unskew.statistics_header import Head
 
 
 @click.command(cls=Lists, epilog=epilog(
     "unskew calibrate --task task.toml --trust --stats *.stats --out calibrated.safetensors",
     "unskew calibrate --task task.toml --trust --stats *.stats --propose heads.safetensors",
     "unskew calibrate --task task.toml --trust --stats *.stats --heads heads.st --validate *.answer --out better.st",
+    "unskew calibrate --task task.toml --trust --stats *.stats --sites keys/ --out calibrated.safetensors",
 ))  # fmt: skip
 @options("task", "model", "device")
-@click.option("--stats", "files", type=PATH, multiple=True, required=True, help="the sites' files")
+@click.option("--stats", "files", type=PATH, multiple=True, help="the sites' files")
+@click.option("--sums", type=PATH, multiple=True, help="sums that you have written by --sum: never a site's file")
+@click.option("--accept", type=PATH, multiple=True, help="files to add though they are doubted, by their names")
+@click.option("--robust", is_flag=True, help="cap each site's weight and trim class means, so that one can't ruin all")
+@click.option("--sites", type=PATH, help="folder with the public key NAME.pub of each site: what they have not signed "
+              "is refused")  # fmt: skip
 @click.option("--without", type=PATH, multiple=True, help="files to leave out, or to take out of a sum")
 @click.option(
     "--calibrator", default="auto", show_default=True, help="as in ccvr:samples=500; `unskew list calibrators`"
@@ -67,17 +76,17 @@ if TYPE_CHECKING:
 @click.option("--heads", type=PATH, help="the candidate heads that the sites have validated")
 @click.option("--validate", type=PATH, multiple=True, help="the sites' answers to --heads: the best head is taken")
 @click.option("--seed", default=0, show_default=True, help="of virtual features")
-@options("out")
+@options("sign", "out")
 def calibrate(**options: Any) -> None:
     """On the server: make a better classifier from the sites' files."""
     wish = Wish(**{name: options.pop(name) for name in Wish._fields})
     _check_wish(wish)
     asked = asked_for(options)
-    read = inputs_of({**asked.values, "prior": wish.prior, "heads": wish.heads})
-    check_free(wish.written, wish.force, [*read, *wish.files, *wish.without, *wish.validate])
+    read = inputs_of({**asked.values, "prior": wish.prior, "heads": wish.heads, "sign": wish.sign, "sites": wish.sites})
+    check_free(wish.written, wish.force, [*read, *wish.files, *wish.sums, *wish.without, *wish.validate])
     logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
     sent = _sent(wish, asked)
-    opened = _opened(asked, sent)
+    opened = opened_for(asked, sent.known, sent.kept[0])
     plan = _planned(wish, sent, opened.model)
     material = _material(wish, sent, plan, opened.model, asked.values["device"])
     if wish.propose:
@@ -90,7 +99,12 @@ class Wish(NamedTuple):
     """What is wanted of the sites' files: the options of `calibrate` that no other command has."""
 
     files: tuple[Path, ...]
+    sums: tuple[Path, ...]
     without: tuple[Path, ...]
+    accept: tuple[Path, ...]
+    robust: bool
+    sites: Path | None
+    sign: Path | None
     calibrator: str
     prior: str | None
     out: Path | None
@@ -115,8 +129,16 @@ def _check_wish(wish: Wish) -> None:
         raise UsageError("give --out for the calibrated weights, --export for a program, or --propose for candidates")
     if bool(wish.heads) != bool(wish.validate):
         raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
+    if wish.robust and (wish.heads or wish.keep):
+        raise UsageError("--robust is about making heads: give it with --out or --propose, without --heads and --sum")
     if wish.export_preparation and not wish.export:
         raise UsageError("--export-preparation is about the program of --export: give both, or neither")
+    if not (wish.files or wish.sums):
+        raise UsageError("give --stats, the sites' files, or --sums, which you have written")
+    if stray := [path for path in wish.accept if path not in (*wish.files, *wish.sums)]:
+        raise UsageError(f"--accept names {stray[0]}, which is not added: name one of --stats")
+    if wish.sign and not (wish.keep or wish.propose or wish.sums):
+        raise UsageError("--sign is for what --sum and --propose write, and for --sums: leave it out, or give one")
 
 
 # ---------------------------------------------------------------------------------------------- what was sent
@@ -126,7 +148,7 @@ class Sent(NamedTuple):
     """The sites' files, by their headers: no contents are read yet."""
 
     known: dict[Path, Head]
-    kept: list[Path]  # to be added
+    kept: list[Path]  # to be added, sums last
     removed: list[Path]  # to be taken out of what is added
 
     @property
@@ -135,23 +157,49 @@ class Sent(NamedTuple):
         return {self.known[path].form for path in (*self.kept, *self.removed)}
 
     @property
+    def sums(self) -> list[Path]:
+        """Those of the kept that are sums."""
+        return [path for path in self.kept if self.known[path].parts]
+
+    @property
     def apart(self) -> bool:
         """Whether sites are known apart."""
-        return not self.removed and not any(head.parts for head in self.known.values())
+        return not self.removed and not self.sums
 
 
 def _sent(wish: Wish, asked: Asked) -> Sent:
     """The headers of the files, where they are of the task and fit the weights; and which of them are used."""
-    from unskew.statistics_file import head_of
+    from unskew.statistics_file import check_role
+    from unskew.statistics_header import head_of
 
-    known = {path: head_of(path) for path in (*wish.files, *wish.without)}
+    known = {path: head_of(path) for path in (*wish.files, *wish.sums, *wish.without)}
     for path, head in known.items():
+        check_role(path, head, path in wish.sums)
         if not head.examples:
             raise DataError(f"{path}: the site has no examples: leave its file out")
-    kept, removed = _kept(wish.files, wish.without, known)
+    _check_signatures(wish, asked, known)
+    kept, removed = _kept((*wish.files, *wish.sums), wish.without, known)
     _check_sources(asked, known)
-    _check_alike(known)
+    check_alike(known)
     return Sent(known, kept, removed)
+
+
+def _check_signatures(wish: Wish, asked: Asked, known: Mapping[Path, Head]) -> None:
+    """Refuse what the sites have not signed where their keys are given; and sums that are not this server's where its
+    own key is.
+    """
+    from unskew.signing import Sites, check_senders, check_signed, read_key, read_sites
+
+    if wish.sites is not None:
+        if asked.task is None:
+            raise UsageError(
+                "--sites needs --task: without its nonce, a file of an older task would pass for a new one"
+            )
+        check_senders([(path, known[path].signed) for path in wish.files], read_sites(wish.sites))
+    if wish.sign is not None:
+        key = read_key(wish.sign)
+        for path in wish.sums:
+            check_signed(path, known[path].signed, Sites(str(wish.sign), {key.name: key.public}))
 
 
 def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
@@ -161,11 +209,12 @@ def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
     from unskew.tasks import check_head
 
     for path, head in known.items():
+        if asked.task is not None:
+            check_head(asked.task, asked.values["task"], path, head)
         said = head.origin.preparation
         preparation = None if said is None else Preparation.parse(said)
         check_known(Known(str(path), head.origin.labels, preparation, head.origin.inputs), asked.sources)
         if asked.task is not None:
-            check_head(asked.task, asked.values["task"], path, head)
             expected, found = images_of(asked.task.preparation), head.origin.inputs
             if None not in (expected, found) and apart("inputs", {"": expected, str(path): found}):
                 raise DataError(
@@ -178,75 +227,16 @@ def _kept(
     files: tuple[Path, ...], without: tuple[Path, ...], known: Mapping[Path, Head]
 ) -> tuple[list[Path], list[Path]]:
     """The files to add, and those to take out of what is added."""
-    dropped = {known[path].digest for path in without}
-    kept = [path for path in files if known[path].digest not in dropped]
-    there = {known[path].digest for path in files}
+    kept, removed = list(files), list[Path]()
+    for path in without:
+        same = [other for other in kept if known[other].digest == known[path].digest]
+        if same:
+            kept.remove(path if path in same else same[0])
+        else:
+            removed.append(path)
     if not kept:
         raise UsageError("--without leaves no file to calibrate from: name fewer")
-    return kept, [path for path in without if known[path].digest not in there]
-
-
-def _check_alike(known: Mapping[Path, Head]) -> None:
-    """Refuse files that can't be added, by the names of the few that differ from the others."""
-    from unskew.agreement import apart
-
-    files = {str(path): head for path, head in known.items()}
-    for name in ("classes", "dimension", "transform", "layer", "inputs", "labels", "preparation"):
-        of_head = name in ("classes", "dimension", "transform")
-        said = {file: getattr(head if of_head else head.origin, name) for file, head in files.items()}
-        if problem := apart(name, said):
-            raise DataError(f"{problem}. Statistics of different {name} can't be added: collect all of them with the "
-                            "same model on the same kind of data, or leave such files out")  # fmt: skip
-
-
-def _opened(asked: Asked, sent: Sent) -> Opened:
-    """The model that the files were made with; refused if they were made with another, before it is run on anything
-    that they ask for.
-    """
-    from unskew.collecting import weights_digest
-    from unskew.heads_file import Opened, opened
-    from unskew.inputs import check_size, stand_in, varies
-
-    given, known, first = asked.values, sent.known, sent.kept[0]
-    classes = known[first].classes
-    layer, inputs = (_said(known, name) for name in ("layer", "inputs"))
-    seen = inputs is not None and not varies(inputs)
-    if inputs is not None and seen:
-        check_size(inputs, first)
-    module, model, fresh = opened(given["model"], given["weights"], classes=given["classes"],
-                                  layer=given["layer"] or (None if seen else layer), trust=given["trust"],
-                                  example=stand_in(inputs) if inputs is not None and seen else None,
-                                  check=lambda module: _check_before(module, layer, given, known))  # fmt: skip
-    if classes != model.classes:
-        raise UsageError(f"{first} has {classes} classes, but the model has {model.classes}: give --classes {classes} "
-                         "for a new head, as the sites did, or the right model")  # fmt: skip
-    _check_weights({weights_digest(model)}, given, known)
-    return Opened(module, model.to(checked_device(given["device"])), fresh)
-
-
-def _said(known: Mapping[Path, Head], name: str) -> str | None:
-    """What the files say of their origin, which is the same for all that say it."""
-    return next((value for head in known.values() if (value := getattr(head.origin, name)) is not None), None)
-
-
-def _check_before(module: nn.Module, layer: str | None, given: Mapping[str, Any], known: Mapping[Path, Head]) -> None:
-    """Compare the weights before anything is run."""
-    from unskew.collecting import digests_before
-
-    found = set[str]().union(*(digests_before(module, name) for name in (layer, given["layer"])))
-    if found:
-        _check_weights(found, given, known)
-    elif layer is not None:
-        said = ", ".join(str(path) for path, head in known.items() if head.origin.layer is not None)
-        raise UsageError(f"{given['model']} has no layer {layer!r}, of which {said} has features: give the right model")
-
-
-def _check_weights(digests: set[str], given: Mapping[str, Any], known: Mapping[Path, Head]) -> None:
-    strange = [str(path) for path, head in known.items() if head.origin.weights not in (None, *digests)]
-    if strange:
-        hint = "" if given["weights"] else "; without --weights, the model must be built the same everywhere"
-        raise UsageError(f"{', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}: collected with other weights "
-                         f"than {given['weights'] or given['model']}: collect again{hint}")  # fmt: skip
+    return kept, removed
 
 
 # ---------------------------------------------------------------------------------------------- what is made of it
@@ -289,12 +279,20 @@ class Material(NamedTuple):
 
 def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
-    from unskew.statistics_file import load, save, total_of
+    from unskew.doubts import check_sum
+    from unskew.statistics_file import load, save_sum, total_of
 
+    seen: list[Summary] = []
     with bar("adding", len(sent.kept) + len(sent.removed)) as progress:
-        summed = total_of(sent.kept, plan.form, sent.removed, progress)
+        own = [path for path in sent.kept if path not in sent.sums]
+        summed = total_of(own, plan.form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
+                          examine=seen.append)  # fmt: skip
+    _check_plausible(wish, seen, summed)
+    check_sum(summed, bool(sent.removed), max(site.step for site in seen))
+    if wish.robust:
+        summed = _moderated(wish, sent, plan)
     if wish.keep:
-        save(summed, wish.keep)
+        save_sum(summed, wish.keep, _key(wish))
         show(f"{wish.keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
         if plan.useful and not wish.propose:
             summed = summed.reduced(plan.useful)
@@ -302,8 +300,42 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
     absent = (summed.count == 0).nonzero().flatten().tolist()
     if absent:
         note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
-    each = sent.kept if sent.apart and (plan.wanted.apart or wish.propose) else []
+    each = sent.kept if sent.apart and not wish.robust and (plan.wanted.apart or wish.propose) else []
     return Material(summed.to(device), [load(path, "none").to(device) for path in each], mix)
+
+
+TOLD = 5  # doubts that are told and not refused; `inspect` tells all
+
+
+def _check_plausible(wish: Wish, seen: Sequence[Summary], summed: FeatureStats) -> None:
+    """Refuse files that are not plausible beside the others, unless they are accepted; tell what is odd."""
+    from unskew.doubts import check_plausible, doubts_of
+
+    doubts = doubts_of(seen)
+    check_plausible(doubts, [str(path) for path in wish.accept], summed.origin.labels)
+    odd = [doubt.named(summed.origin.labels) for doubt in doubts]
+    for text in odd[:TOLD]:
+        note(text)
+    if len(odd) > TOLD:
+        note(f"{len(odd) - TOLD} further doubts about the files: `unskew inspect` tells them")
+
+
+def _moderated(wish: Wish, sent: Sent, plan: Plan) -> FeatureStats:
+    """The robust sum; for candidates that the sites will validate, of what they do not hold out."""
+    from unskew.robust import robust_sum
+    from unskew.statistics_file import load
+
+    if not sent.apart:
+        raise UsageError("--robust needs each site's own file: sums and what is taken out of them won't do")
+    if plan.wanted.apart:
+        raise UsageError(f"{plan.wanted.name} looks at each site's means, which --robust can't tame: choose ffc or lda")
+
+    def sites() -> Iterator[FeatureStats]:
+        for path in sent.kept:
+            site = load(path, plan.form)
+            yield (site.kept if wish.propose else None) or site
+
+    return robust_sum(sites)
 
 
 def _made(spec: str, wish: Wish, material: Material, old: nn.Module) -> nn.Module:
@@ -333,9 +365,9 @@ def _propose(path: Path, wish: Wish, opened: Opened, material: Material, given: 
     auto = wish.calibrator == "auto"
     names = candidates(material.stats.form, len(material.sites), bias) if auto else [wish.calibrator]
     made = {name: _made(name, wish, material, model.classifier) for name in names}
-    write_heads(path, model, made, material.stats, fresh)
+    write_heads(path, model, made, material.stats, fresh, _key(wish))
     show(f"{path}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
-    answer = f"--heads {quote(str(path))} --out ITS_NAME.answer"
+    answer = f"--heads {quote(str(path))} --stats ITS_NAME.stats --out ITS_NAME.answer"
     show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
 
 
@@ -346,10 +378,13 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     from unskew.models import linear
     from unskew.programs import exported
     from unskew.selection import calibrator_of
+    from unskew.signing import read_sites
 
     model, stats = opened.model, material.stats
     if wish.heads:
-        name, new = _validated(wish.heads, wish.validate, model, material.mix, stats)
+        sites = None if wish.sites is None else read_sites(wish.sites)
+        conversation = Conversation(wish.heads, wish.validate, sent.kept, sites)
+        name, new = validated(conversation, model, stats, material.mix)
     else:
         name, new = plan.wanted.name, _made(wish.calibrator, wish, material, model.classifier)
     better = with_classifier(model, new).to("cpu")
@@ -368,6 +403,12 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     if not wish.heads:
         doubt = "this head" if opened.fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
+
+
+def _key(wish: Wish) -> Key | None:
+    from unskew.signing import read_key
+
+    return None if wish.sign is None else read_key(wish.sign)
 
 
 def _called(given: Mapping[str, Any]) -> str:
@@ -405,35 +446,6 @@ def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
             f"{path}: it holds {len(values)} numbers{least}; it must hold {stats.classes}, of 0 or more, not all 0"
         )
     return values.to(stats.count)
-
-
-def _validated(
-    heads: Path, files: tuple[Path, ...], model: Split, prior: Tensor | None, stats: FeatureStats
-) -> tuple[str, nn.Module]:
-    """The head that the sites found best, which can be the old one."""
-    from unskew.heads_file import OLD, read_answers, read_heads
-    from unskew.selection import chosen
-
-    modules, digest = read_heads(heads, model, stats.parts)
-    answers = read_answers(files, digest, modules, model.classes)
-    there = answers.total * 0 if stats.held_out is None else stats.held_out.count.cpu()
-    more = (answers.held_out > there).nonzero().flatten().tolist()
-    if more:
-        raise DataError(
-            f"of {_named(more, stats.origin)} the sites have scored {answers.held_out[more].sum():,.0f} examples as "
-            f"held out, but the statistics hold out {there[more].sum():,.0f}, and the heads were made from the others: "
-            "let each site whose file is used evaluate with the --data and the --hold-out of its `unskew stats`"
-        )
-    best, accuracies = chosen(answers.right, answers.total, None if prior is None else prior.to(answers.total))
-    n = float(answers.total.sum())
-    table = table_of("head", f"accuracy (%) on {n:,.0f} examples of {len(files)} sites", "standard error")
-    for name, accuracy in accuracies.items():
-        error = (accuracy * (1 - accuracy) / n) ** 0.5
-        table.add_row(name + (" *" if name == best else ""), f"{100 * accuracy:.2f}", f"{100 * error:.2f}")
-    show(table)
-    if OLD in modules:
-        show("The old head stays: no other is better." if best == OLD else f"{best} is better than the old head.")
-    return best, modules[best]
 
 
 def _named(labels: Iterable[int], origin: Origin) -> str:

@@ -31,7 +31,11 @@ from unskew.errors import UsageError
 from unskew.results import write_text
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from unskew.answers import Owner
     from unskew.opening import Site
+    from unskew.signing import Key
 
 
 # ---------------------------------------------------------------------------------------------- stats
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 @click.command(epilog=epilog(
     "unskew stats --task task.toml --trust --data my_images/ --out site_a.stats",
+    "unskew stats --task task.toml --trust --data my_images/ --out site_a.stats --sign site_a.key",
     "unskew stats --model net.py:build --weights global.safetensors --labels names.txt --data images/ --out a.stats",
     "unskew stats --model timm:resnet50 --weights w.safetensors --prepare model --data images/ --out a.stats",
 ))  # fmt: skip
@@ -46,11 +51,12 @@ if TYPE_CHECKING:
 @click.option("--out", type=PATH, required=True, help="the file to write: all that leaves the site")
 @options("statistics")
 @click.option("--send-score", is_flag=True, help="also tell in the file how many examples the old head gets right")
-@options("out")
-def stats(out: Path, send_score: bool, force: bool, **given: Any) -> None:
+@options("sign", "out")
+def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: Any) -> None:
     """On a site: write the moments of its features to a small file."""
     asked = asked_for(given)
-    check_free([out], force, inputs_of(asked.values))
+    check_free([out], force, inputs_of({**asked.values, "sign": sign}))
+    key = _key_of(sign)
     from unskew.errands import bytes_in, collected, form_within
     from unskew.plausibility import told
     from unskew.statistics_file import save, size_of
@@ -70,6 +76,8 @@ def stats(out: Path, send_score: bool, force: bool, **given: Any) -> None:
     with bar("collecting", site.data.examples) as progress:
         found, judgement = collected(site, form, transform, hold_out, values["device"], progress)
     tell_damaged(site)
+    if asked.task is not None:
+        found = replace(found, origin=replace(found.origin, nonce=asked.task.nonce))
     examples = int(found.count.sum())
     if found.held_out is not None and not found.held_out.count.sum() > 0:
         note(f"--hold-out {hold_out} of {examples:,} examples is none: raise it, or leave it out")
@@ -79,39 +87,50 @@ def stats(out: Path, send_score: bool, force: bool, **given: Any) -> None:
         found = replace(found, right=judgement.right) if send_score else found
         if judgement.doubtful:
             note(f"{judgement}; {told(judgement, site.data.labels)}")
-    bytes = size_of(found, precision)
+    bytes = size_of(found, precision, None if key is None else key.name)
     if budget and bytes > bytes_in(budget):
         raise UsageError(f"budget is {budget}, but the file would have {bytes:,} B: raise it")
     show(f"{out}: {size(bytes)}, form {form}, {precision}, d = {width}, {classes} classes, {examples:,} examples")
-    save(found, out, precision)
+    save(found, out, precision, key)
 
 
 # ---------------------------------------------------------------------------------------------- evaluate
 
 
 @click.command(epilog=epilog(
-    "unskew evaluate --task task.toml --trust --data my_images/ --heads heads.safetensors --out site_a.answer",
+    "unskew evaluate --task task.toml --trust --data images/ --heads heads.st --stats site_a.stats --out site_a.answer",
     "unskew evaluate --model net.py:build --weights calibrated.safetensors --data test_images/",
 ))  # fmt: skip
 @options("task", "model", "data", "reading", "walking", "device")
 @click.option("--heads", type=PATH, help="candidate heads of `unskew calibrate --propose`: score them all")
 @click.option("--hold-out", type=SHARE, help="score only what `unskew stats --hold-out` held out; with --heads, the "
               "task's unless 0 is given")  # fmt: skip
+@click.option("--server", type=PATH, help="the server's public key: heads that it has not signed are refused")
+@click.option("--stats", "own", type=PATH, help="the statistics that this site has sent, which tell whose --out is")
 @click.option("--out", type=PATH, help="write the counts of --heads to a file, for the server")
 @click.option("--json", "as_json", is_flag=True, help="print the scores as JSON, nothing else")
-@options("out")
-def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, **given: Any) -> None:
+@options("sign", "out")
+def evaluate(
+    heads: Path | None, server: Path | None, own: Path | None, out: Path | None, as_json: bool, force: bool,
+    sign: Path | None, **given: Any,
+) -> None:  # fmt: skip
     """Score a model, or candidate heads, on labelled data.
 
     Class names and preparation are those of the calibrated weights, of the heads or of the task.
     """
     if out and not heads:
         raise UsageError("--out is for the answer to --heads: leave it out, or give --heads")
+    if bool(out) != bool(own):
+        raise UsageError("--out and --stats belong together: the answer, and the file that tells whose it is")
+    if (sign and not out) or (server and not heads):
+        raise UsageError("--sign is for the answer of --out, and --server for --heads: leave it out, or give both")
     asked = asked_for(given, free=["hold_out"], other_weights=not heads)
     if out:
-        check_free([out], force, inputs_of({**asked.values, "heads": heads}))
+        check_free([out], force, inputs_of({**asked.values, "heads": heads, "own": own, "sign": sign}))
+    key, owner = _key_of(sign), _owner(own, asked) if own else None
+    from unskew.answers import Answer, answer_text, check_capped
     from unskew.errands import scores_of
-    from unskew.heads_file import answer_of, known_of_heads, read_heads
+    from unskew.heads_file import known_of_heads
     from unskew.plausibility import Tally, judged, told
 
     values, hold_out = asked.values, given["hold_out"]
@@ -126,7 +145,9 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
         note(f"--classes {values['classes']} is a new head, which knows nothing yet")
     if heads:
         note(f"the answer tells how many examples of each class each head of {heads} gets right, and nothing else")
-    modules, digest = read_heads(heads, site.model) if heads else ({"model": site.model.classifier}, "")
+    modules, digest, nonce = (
+        _heads(heads, server, site, asked) if heads else ({"model": site.model.classifier}, "", None)
+    )
     with bar("scoring", site.data.examples, as_json) as progress:
         scores = scores_of(site, modules, hold_out or 0.0, values["device"], progress)
     tell_damaged(site)
@@ -134,8 +155,12 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
     if not heads and not site.fresh and (found := judged(Tally.of(scores["model"].confusion))).doubtful:
         note(f"{site.name}: {found.right:,} of {found.total:,} are right; {told(found, site.data.labels)}")
     if out:
-        right = {name: part.confusion.diagonal() for name, part in scores.items()}
-        write_text(out, answer_of(digest, total, right, bool(hold_out)))
+        right = {name: part.confusion.diagonal().tolist() for name, part in scores.items()}
+        assert owner is not None
+        statistics, most = owner
+        answer = Answer(digest, statistics, nonce, bool(hold_out), total.tolist(), right)
+        check_capped(out, answer, most)
+        write_text(out, answer_text(answer, key))
     if as_json:
         put_json({name: {"accuracy": score.accuracy, "worst_class": score.worst_class, "examples": int(total.sum()),
                          "per_class": list(score.per_class)} for name, score in scores.items()})  # fmt: skip
@@ -148,21 +173,64 @@ def evaluate(heads: Path | None, out: Path | None, as_json: bool, force: bool, *
         show(f"{out}: the counts, for the server")
 
 
+def _key_of(path: Path | None) -> Key | None:
+    from unskew.signing import read_key
+
+    return None if path is None else read_key(path)
+
+
+def _owner(path: Path, asked: Asked) -> tuple[str, Owner]:
+    """The digest of the file that this site has sent, and how much it has."""
+    from unskew.answers import owners_of
+    from unskew.statistics_file import load
+    from unskew.tasks import check_nonce
+
+    stats = load(path, "none")
+    if len(stats.parts) != 1:
+        raise UsageError(f"{path} is a sum of {len(stats.parts)} files: give --stats the file of this site")
+    if asked.task is not None:
+        check_nonce(asked.task, asked.values["task"], path, stats.origin.nonce)
+    (found,) = owners_of([path], stats.parts).items()
+    return found
+
+
+def _heads(path: Path, server: Path | None, site: Site, asked: Asked) -> tuple[dict[str, nn.Module], str, str | None]:
+    """The candidate heads, their digest and their nonce; refused if they are of another task, or not the server's."""
+    from unskew.heads_file import read_heads
+    from unskew.signing import check_signed, one_site
+    from unskew.tasks import check_nonce
+
+    heads = read_heads(path, site.model)
+    if asked.task is not None:
+        check_nonce(asked.task, asked.values["task"], path, heads.signed.nonce)
+    if server is not None:
+        check_signed(path, heads.signed, one_site(server))
+    return heads.modules, heads.digest, heads.signed.nonce
+
+
 # ---------------------------------------------------------------------------------------------- inspect
 
 
-@click.command("inspect", epilog=epilog("unskew inspect site_*.stats", "unskew inspect site_*.stats --json"))
+@click.command("inspect", epilog=epilog(
+    "unskew inspect site_*.stats", "unskew inspect site_*.stats --json", "unskew inspect site_*.stats --sites keys/",
+))  # fmt: skip
 @click.argument("files", type=PATH, nargs=-1, required=True)
+@click.option("--sites", type=PATH, help="folder with the public key NAME.pub of each site, who must have signed")
+@click.option("--influence", is_flag=True, help="also show how much each site moves the head")
 @click.option("--json", "as_json", is_flag=True, help="print what was found as JSON, nothing else")
-def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
+def inspect_files(files: tuple[Path, ...], sites: Path | None, influence: bool, as_json: bool) -> None:
     """Show what statistics files hold, and what to beware of."""
-    from unskew.inspection import inspected
+    from unskew.inspection import influence_of, inspected
+    from unskew.signing import read_sites
 
-    found = inspected(files)
+    found = inspected(files, None if sites is None else read_sites(sites))
+    if influence:
+        found["influence"] = influence_of([Path(site["file"]) for site in found["files"]])
     if as_json:
         put_json(found)
     elif found["files"]:
         _show_files(found)
+        _show_influence(found)
     if found["refused"]:
         tell("error: " + "\n".join(found["refused"]))
         raise click.exceptions.Exit(1)
@@ -171,25 +239,52 @@ def inspect_files(files: tuple[Path, ...], as_json: bool) -> None:
 def _show_files(found: Mapping[str, Any]) -> None:
     sites = found["files"]
     scored = ["old head right"] if any(site["right"] is not None for site in sites) else []
-    table = table_of("file", "examples", "classes", "d", "form", "precision", "transform", "size", "held out", *scored)
-    for site in sites:
+    signed = ["signed by"] if any(site["site"] is not None for site in sites) else []
+    table = table_of("file", *signed, "examples", "classes", "d", "form", "precision", "transform", "size", "held out",
+                     *scored)  # fmt: skip
+    for site in sites[:MOST_ROWS]:
         held, right = ("·" if site[name] is None else f"{site[name]:,}" for name in ("held_out", "right"))
-        table.add_row(site["file"], f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
+        by = [site["site"] or "·"] if signed else []
+        table.add_row(site["file"], *by, f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
                       str(site["dimension"]), site["form"], site["precision"], site["transform"], size(site["bytes"]),
                       held, *([right] if scored else []))  # fmt: skip
     show(table)
+    if len(sites) > MOST_ROWS:
+        show(f"Left out: {len(sites) - MOST_ROWS:,} more files; --json has them.")
     for name in ("layer", "inputs", "preparation"):
         values = {site[name] for site in sites}
         if len(values) == 1 and values != {None}:
             show(f"{name}: {values.pop()}")
     _show_counts(found)
-    for warning in found["warnings"]:
+    for warning in found["warnings"][:MOST_ROWS]:
         show(f"! {warning}")
+    if len(found["warnings"]) > MOST_ROWS:
+        show(f"! and {len(found['warnings']) - MOST_ROWS:,} more; --json has them.")
     if not found["warnings"] and not found["refused"]:
         show("Nothing to beware of was found.")
 
 
+def _show_influence(found: Mapping[str, Any]) -> None:
+    """How each site moves the head, on virtual examples of the others."""
+    if "influence" not in found:
+        return
+    names = [row["label"] for row in found["table"]]
+    table = table_of(
+        "without this file", "share of examples", "change their class", "accuracy", "nearest to another class"
+    )
+    for row in found["influence"]:
+        near = row["nearest"]
+        told = "·" if near is None else f"{names[near[0]]} is {near[2]:.0%} of the way to {names[near[1]]}"
+        table.add_row(
+            row["site"], f"{row['share']:.1%}", f"{row['changed']:.1%}", f"{100 * row['accuracy']:+.1f}", told
+        )
+    show(table)
+    show("Of virtual examples with the other sites' moments: how many change their class without a site, and by how "
+         "many points the accuracy on them changes.")  # fmt: skip
+
+
 FEW_SITES, FEW_CLASSES = 12, 20  # that have columns of their own
+MOST_ROWS = 200  # of a table that anybody reads
 
 
 def _show_counts(found: Mapping[str, Any]) -> None:
@@ -199,11 +294,16 @@ def _show_counts(found: Mapping[str, Any]) -> None:
     labels, counts = [row["label"] for row in found["table"]], [row["counts"] for row in found["table"]]
     few = len(names) <= FEW_SITES
     table = table_of("class", "examples", "sites", "largest share", *(names if few else []))
-    for label, row in zip(labels, counts, strict=True):
+    order = list(range(len(labels)))
+    if len(labels) > MOST_ROWS:
+        order = sorted(sorted(order, key=lambda place: -sum(counts[place]))[:MOST_ROWS])
+    for label, row in ((labels[place], counts[place]) for place in order):
         own = [f"{count:,}" if count else "·" for count in row] if few else []
         share = f"{max(row) / max(sum(row), 1):.0%}"
         table.add_row(label, f"{sum(row):,}", str(sum(map(bool, row))), share, *own)
     show(table)
+    if len(labels) > MOST_ROWS:
+        show(f"Left out: the {len(labels) - MOST_ROWS:,} classes with the fewest examples; --json has them.")
     if not few and len(labels) <= FEW_CLASSES:
         turned = table_of("site", *labels)
         for name, column in zip(names, zip(*counts, strict=True), strict=True):

@@ -23,7 +23,8 @@ from unskew.origin import Origin
 from unskew.plausibility import Judgement, Watch, judged
 from unskew.running import Runner
 from unskew.statistics import FORMS, FeatureStats
-from unskew.statistics_file import PRECISIONS, kinds_of, size_of
+from unskew.statistics_file import size_of
+from unskew.statistics_header import PRECISIONS, kinds_of
 
 Progress = Callable[[int], None]  # is told of so many examples that have gone by
 

@@ -12,6 +12,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import warnings
 import zipfile
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 from unskew.errors import COUNT, DataError, UsageError, check_number, one_line
+from unskew.files import read_json
 from unskew.models import check_made, networks
 from unskew.placeholders import in_place_of
 from unskew.specs import called, converted, defaults_of, is_own, own, parse
@@ -198,7 +200,9 @@ def _timm(name: str, classes: int | None) -> nn.Module:
 
 def _transformers(name: str, classes: int | None) -> nn.Module:
     """A classifier of texts or images of transformers: by its configuration, or with the weights of its folder."""
-    with without_broken_torchvision():
+    if (Path(name) / "config.json").is_file():
+        check_config(Path(name) / "config.json")
+    with without_broken_torchvision(), offline():
         library = imported("transformers")
         options = {} if classes is None else {"num_labels": classes}
         local = {"local_files_only": True, "trust_remote_code": False}
@@ -224,6 +228,46 @@ def _transformers(name: str, classes: int | None) -> nn.Module:
         if not filled:
             return maker.from_config(config, trust_remote_code=False)
         return _from_folder(maker, name, config, local, classes)
+
+
+HUB = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
+PRETRAINED = "use_pretrained_backbone"
+
+
+def check_config(path: Path) -> None:
+    """Refuse a configuration by which transformers would fetch code or weights from elsewhere."""
+    level = [read_json(path)]
+    while level:
+        tables = [value for value in level if isinstance(value, dict)]
+        for table in tables:
+            kernels = [str(table[name]) for name in HUB if "/" in str(table.get(name))]
+            wanted = [f"use_pretrained_backbone with {table.get('backbone')}"] if table.get(PRETRAINED) else []
+            if kernels or wanted:
+                raise DataError(
+                    f"{path}: it asks for {', '.join(kernels + wanted)}, which is elsewhere, and nothing is "
+                    "downloaded: remove that line, if the model does without"
+                )
+        level = [inner for value in level if isinstance(value, dict | list)
+                 for inner in (value.values() if isinstance(value, dict) else value)]  # fmt: skip
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Let the library of Hugging Face's hub fetch nothing meanwhile, whatever a configuration names."""
+    flag = "HF_HUB_OFFLINE"
+    before, constants = os.environ.get(flag), sys.modules.get("huggingface_hub.constants")
+    held = getattr(constants, flag, None)
+    os.environ[flag] = "1"  # for a library that is imported first now
+    if held is not None:
+        setattr(constants, flag, True)
+    try:
+        yield
+    finally:
+        os.environ.pop(flag)
+        if before is not None:
+            os.environ[flag] = before
+        if held is not None:
+            setattr(constants, flag, held)
 
 
 def _from_folder(maker: Any, folder: str, config: Any, local: dict[str, Any], classes: int | None) -> nn.Module:

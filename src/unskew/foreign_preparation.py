@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import DataError, UnskewError, UsageError, one_line
-from unskew.foreign import broken_torchvision, check_name, imported, without_broken_torchvision
+from unskew.foreign import broken_torchvision, check_name, imported, offline, without_broken_torchvision
 from unskew.preparation import INTERPOLATIONS, Preparation
 
 Config = Mapping[str, Any]
@@ -97,7 +97,7 @@ def _transformers(name: str) -> Preparation:
     if not file.is_file():
         raise UsageError(f"there is no {file}, and nothing is downloaded: {REMEDY}")
     try:
-        with without_broken_torchvision():  # from the import on, when transformers looks for it
+        with without_broken_torchvision(), offline():  # from the import on, when transformers looks for it
             library = imported("transformers")
             local = {"local_files_only": True, "trust_remote_code": False}
             found = library.AutoImageProcessor.from_pretrained(file.parent, **local)

@@ -423,7 +423,7 @@ def reweighted(stats: FeatureStats, prior: Tensor) -> FeatureStats:
     count = prior * stats.count.sum()
     weight = count / stats.count.clamp(min=1)  # (C,) of each example
     scatter = weight @ stats.scatter if stats.form == "class" else stats.scatter
-    return FeatureStats(count, stats.mean, scatter, "pooled", stats.transform, stats.origin, privacy=stats.privacy)
+    return FeatureStats(count, stats.mean, scatter, "pooled", stats.transform, stats.origin)
 
 
 # ---------------------------------------------------------------------------------------------- the yardstick

@@ -1,15 +1,15 @@
-"""Files around calibration: a model with its weights, candidate heads, the sites' answers, the calibrated model.
+"""Files around calibration: a model with its weights, candidate heads, the calibrated model.
 
 A calibrated model is a safetensors file of weights under the model's own names, so that plain torch loads it; what was
 done stands in its metadata, and `opened` builds in what a plain model lacks (a transform before the classifier, another
-number of classes). Candidate heads go to the sites in one sealed file; a site's answer is a line of JSON with counts.
+number of classes). Candidate heads go to the sites in one sealed file, signed if the server has a key; `answers` has
+what they answer.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,8 @@ from unskew.cutting import rejoined, split
 from unskew.endings import is_linear
 from unskew.errors import DataError, UsageError
 from unskew.features import ended
-from unskew.files import parse_json, read_json, reading
+from unskew.files import parse_json, reading
+from unskew.fingerprints import Part
 from unskew.foreign import brings_weights, libraries, load_module
 from unskew.heads import behind, plain
 from unskew.inputs import parsed, stand_in
@@ -32,14 +33,14 @@ from unskew.models import Split, linear, linear_of, networks
 from unskew.origin import Origin
 from unskew.preparation import PIXELS, Preparation, as_module
 from unskew.results import digest, load_sealed, metadata_of, save_sealed, seal
+from unskew.signing import Key, Signed, is_name, is_nonce, is_signature, signature_of
 from unskew.statistics import FeatureStats
 from unskew.transforms import Transform, front_of
 from unskew.tree import Tree
-from unskew.weights import is_safetensors, put_weights, read_weights, renamed, save_weights
+from unskew.weights import is_safetensors, put_weights, read_weights, renamed
 
 OLD = "old"  # the name of the head that the model has
 MOST_HEADS = 16
-MOST = 2**53  # examples that a site can have counted: float64 holds them exactly
 PROPOSE = "`unskew calibrate --propose` writes them"
 
 
@@ -110,8 +111,10 @@ def opened(
 
 def _about(path: Path) -> dict[str, Any]:
     """What stands in the metadata of a calibrated model; nothing, for other weights."""
-    text = metadata_of(path).get("calibrated") if is_safetensors(path) else None
-    damaged = "what it says of its calibration is damaged"
+    metadata = metadata_of(path) if is_safetensors(path) else {}
+    text, damaged = metadata.get("calibrated"), "what it says of its calibration is damaged"
+    if text and "seal" not in metadata:
+        raise DataError(f"{path}: {damaged}: it has no seal; get it again")
     with reading(path, damaged):
         about = parse_json(text, f"{path}: {damaged}") if text else {}
         if not about:
@@ -177,7 +180,7 @@ def write_model(path: Path, model: Split, module: nn.Module, name: str, stats: F
     about = {"layer": layer, "classes": linear(model.classifier).out_features, "transform": front, "calibrator": name,
              "examples": int(stats.count.sum()), **_told(stats.origin)}  # fmt: skip
     tree = rejoined(model, module)
-    save_weights(path, tree, {"calibrated": json.dumps(about)})
+    save_sealed(path, tree, {"calibrated": json.dumps(about)})
     own = module.state_dict()
     if front != "identity":
         return f"its classifier stands behind the transform {front}: plain torch needs --export"
@@ -253,10 +256,11 @@ class InType(nn.Module):
 
 
 def write_heads(
-    path: Path, model: Split, made: Mapping[str, nn.Module], stats: FeatureStats, fresh: bool = False
-) -> None:
+    path: Path, model: Split, made: Mapping[str, nn.Module], stats: FeatureStats, fresh: bool = False,
+    key: Key | None = None,
+) -> None:  # fmt: skip
     """Write candidate heads that were made from some statistics, after the head that the model has, unless that is
-    `fresh` and knows nothing.
+    `fresh` and knows nothing; signed if there is a key.
     """
     tree: Tree = {}
     fronts = {}
@@ -266,8 +270,14 @@ def write_heads(
         if layer.bias is not None:
             tree[f"{name}/bias"] = layer.bias
         fronts[name] = front_of(head)
-    origin = {"weights": weights_digest(model), "statistics": digest(sorted(stats.parts))}
-    save_sealed(path, tree, {"heads": json.dumps(fronts), **origin, "data": json.dumps(_told(stats.origin))})
+    about = {
+        "heads": json.dumps(fronts), "weights": weights_digest(model),
+        "statistics": digest(sorted(part.digest for part in stats.parts)), "data": json.dumps(_told(stats.origin)),
+        "nonce": json.dumps(stats.origin.nonce), "site": json.dumps(None if key is None else key.name),
+    }  # fmt: skip
+    if key is not None:
+        about["signature"] = signature_of(key, "heads", stats.origin.nonce, seal(tree, about))
+    save_sealed(path, tree, about)
 
 
 def known_of_heads(path: Path) -> Known:
@@ -276,17 +286,35 @@ def known_of_heads(path: Path) -> Known:
         return _known(path, parse_json(metadata_of(path)["data"], f"{path}: what it says of its data"))
 
 
-def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> tuple[dict[str, nn.Module], str]:
-    """The candidate heads of a file, the old one first if there is one, and its digest; refused if they are not for
-    this model, or were not made from the statistics of these `parts`.
+class Heads(NamedTuple):
+    """Candidate heads, the old one first if there is one, and who they are from."""
+
+    modules: dict[str, nn.Module]
+    signed: Signed  # its digest is what answers name
+
+    @property
+    def digest(self) -> str:
+        """What answers name these heads by."""
+        return self.signed.digest
+
+
+def read_heads(path: Path, model: Split, parts: Iterable[Part] | None = None) -> Heads:
+    """The candidate heads of a file; refused if they are not for this model, or were not made from the statistics of
+    these `parts`.
     """
     tree, metadata = load_sealed(path)
-    if not {"heads", "weights", "statistics", "data"} <= set(metadata):
+    if not {"heads", "weights", "statistics", "data", "nonce", "site"} <= set(metadata):
         raise DataError(f"{path}: holds no heads; {PROPOSE}")
+    signature = metadata.pop("signature", None)
+    nonce, site = (parse_json(metadata[name], path) for name in ("nonce", "site"))
+    signed = Signed("heads", site, nonce, seal(tree, metadata), signature)
+    fits = (nonce is None or is_nonce(nonce)) and (site is None or is_name(site))
+    if not fits or (site is None) != (signature is None) or (site is not None and not is_signature(signature)):
+        raise DataError(f"{path}: what it says of who made it is damaged; {PROPOSE}")
     if metadata["weights"] != weights_digest(model):
         raise DataError(f"{path}: heads for a model with other weights: give the weights that the statistics were "
                         "collected with")  # fmt: skip
-    if parts is not None and metadata["statistics"] != digest(sorted(parts)):
+    if parts is not None and metadata["statistics"] != digest(sorted(part.digest for part in parts)):
         raise DataError(f"{path}: heads made from other statistics: give the --stats and --without of --propose")
     with reading(path, "its heads don't fit the model"):
         fronts = parse_json(metadata["heads"], f"{path}: the list of its heads")
@@ -295,7 +323,7 @@ def read_heads(path: Path, model: Split, parts: Iterable[str] | None = None) -> 
         if len(fronts) > MOST_HEADS:  # each answer tells something of the site's examples
             raise DataError(f"{path}: holds {len(fronts)} heads; at most {MOST_HEADS} are scored")
         limits.check("unbacked", sum(Transform(front).nbytes(model.dimension) for front in fronts.values()), path)
-        return {name: _head(name, front, tree, model) for name, front in fronts.items()}, seal(tree, metadata)
+        return Heads({name: _head(name, front, tree, model) for name, front in fronts.items()}, signed)
 
 
 def _head(name: str, front: str, tree: Tree, model: Split) -> nn.Module:
@@ -309,50 +337,3 @@ def _head(name: str, front: str, tree: Tree, model: Split) -> nn.Module:
     if not all(torch.isfinite(value).all() for value in (weight, bias) if value is not None):
         raise DataError(f"{name!r} holds NaN or infinity")
     return behind(linear_of(weight, bias), front, model.dimension)
-
-
-class Answers(NamedTuple):
-    """What sites have counted: of each class (C,)."""
-
-    right: dict[str, Tensor]  # classified rightly by each head
-    total: Tensor
-    held_out: Tensor  # those of the total that `--hold-out` chose
-
-
-def answer_of(heads: str, total: Tensor, right: Mapping[str, Tensor], held_out: bool) -> str:
-    """The text of a site's answer to the heads of this digest."""
-    counts = {name: value.tolist() for name, value in right.items()}
-    name = secrets.token_hex(8)
-    answer = {"id": name, "heads": heads, "held_out": held_out, "total": total.tolist(), "right": counts}
-    return json.dumps(answer) + "\n"
-
-
-def read_answers(paths: Iterable[Path], heads: str, names: Iterable[str], classes: int) -> Answers:
-    """The added answers of all sites to the heads of this digest."""
-    names = list(names)
-    met: dict[str, Path] = {}
-    sums: dict[str, Tensor] = {}
-    for path in paths:
-        try:
-            answer = read_json(path)
-            mark, total = str(answer["id"]), answer["total"]
-            counts = {**{f"right/{name}": answer["right"][name] for name in names}, "total": total}
-            for name, value in counts.items():
-                if not all(type(n) is int and 0 <= n <= min(most, MOST) for n, most in zip(value, total, strict=True)):
-                    raise ValueError(f"{name} holds no counts")
-            if len(total) != classes or type(answer["held_out"]) is not bool:
-                raise ValueError(f"it has {len(total)} classes, not {classes}, or does not say what was held out")
-            counts["held out"] = total if answer["held_out"] else [0] * classes
-        except DataError:
-            raise
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: no answer of `unskew evaluate --heads`, or damaged ({error})") from None
-        if answer.get("heads") != heads:
-            raise DataError(f"{path}: an answer to other heads: let the site evaluate these")
-        if mark in met:
-            raise DataError(f"{path}: the same answer as {met[mark]}: leave one of them out")
-        met[mark] = path
-        for name, value in counts.items():
-            new = torch.tensor(value, dtype=torch.float64)
-            sums[name] = sums[name] + new if name in sums else new
-    return Answers({name: sums[f"right/{name}"] for name in names}, sums["total"], sums["held out"])

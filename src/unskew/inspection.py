@@ -6,40 +6,68 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unskew.doubts import doubts_of
 from unskew.errors import DataError
+from unskew.fingerprints import Part, same_data
+from unskew.influence import influences
 from unskew.origin import Origin
-from unskew.statistics import FeatureStats
-from unskew.statistics_file import Head, head_of, load
+from unskew.scrutiny import Summary
+from unskew.signing import Sites, check_signed
+from unskew.statistics import REDUCES, FeatureStats
+from unskew.statistics_file import load
+from unskew.statistics_header import Head, head_of
 
 LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two
+NAMED = 20  # classes in a warning
+CHEAP = {"class": "diagonal", "pooled": "none"}  # what is held of each file: skewness takes squares of each class
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
-def inspected(files: Sequence[Path]) -> dict[str, Any]:
-    """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused."""
+def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, Any]:
+    """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused, and
+    those that `sites` have not signed.
+    """
     heads, found, refused = list[Head](), list[FeatureStats](), dict[Path, str]()
+    seen: list[Summary] = []
     for path in files:
         try:
             head = head_of(path)
-            found.append(load(path, "diagonal" if head.form == "class" else None))
+            if sites is not None:
+                check_signed(path, head.signed, sites)
+            found.append(load(path, CHEAP.get(head.form), seen.append))
             heads.append(head)
         except DataError as error:
             refused[path] = str(error)
     files = [path for path in files if path not in refused]
     if not files:
-        return {"files": [], "table": [], "warnings": [], "refused": list(refused.values())}
+        return {"files": [], "table": [], "warnings": [], "doubts": [], "refused": list(refused.values())}
     classes = max(head.classes for head in heads)
     names = next((head.origin.labels for head in heads if head.origin.labels), None)
     label = [names[number] if names and number < len(names) else str(number) for number in range(classes)]
-    counts = [
-        [int(stats.count[number]) if number < stats.classes else 0 for stats in found] for number in range(classes)
-    ]
+    columns = [[*map(int, stats.count.tolist()), *[0] * (classes - stats.classes)] for stats in found]
+    counts = [list(row) for row in zip(*columns, strict=True)]
+    doubts = doubts_of(seen)
     return {
         "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
-        "warnings": [*_of_sorts(files, heads), *_of_counts(files, heads, label, counts), *_of_shape(files, found)],
+        "doubts": [doubt._asdict() for doubt in doubts],
+        "warnings": [
+            *(doubt.named(names) for doubt in doubts),
+            *_of_sorts(files, heads),
+            *_of_copies(files, found),
+            *_of_counts(files, heads, label, counts),
+            *_of_shape(files, found),
+        ],
         "refused": list(refused.values()),
     }
+
+
+def influence_of(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """How each file moves the head: a row for each, those that move it most first."""
+    heads = [head_of(path) for path in files]
+    common = [form for form in ("pooled", "diagonal", "none") if all(form in REDUCES[head.form] for head in heads)]
+    rows = influences(lambda: (load(path, common[0]) for path in files), [str(path) for path in files])
+    return [row._asdict() for row in sorted(rows, key=lambda row: -row.changed)]
 
 
 def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
@@ -49,8 +77,8 @@ def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
         "precision": head.precision, "transform": head.transform, "held_out": head.held_out,
         "right": head.right,
         "layer": head.origin.layer, "weights": head.origin.weights, "preparation": head.origin.preparation,
-        "inputs": head.origin.inputs, "skewness": stats.skewness, "producer": head.producer,
-        "privacy": None if head.privacy is None else head.privacy._asdict(), "digest": head.digest,
+        "inputs": head.origin.inputs, "nonce": head.origin.nonce, "site": head.site, "parts": len(head.parts) or None,
+        "skewness": stats.skewness, "producer": head.producer, "digest": head.digest,
     }  # fmt: skip
 
 
@@ -61,7 +89,7 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
         differ = [name for name in ("classes", "dimension", "transform") if getattr(head, name) != getattr(first, name)]
         for name in Origin.__dataclass_fields__:
             if first.origin.contradicts(head.origin, name):
-                differ.append({"weights": "weights behind the features"}.get(name, name))
+                differ.append({"weights": "weights behind the features", "nonce": "task"}.get(name, name))
         if (head.origin.labels is None) != (first.origin.labels is None):
             warnings.append(f"of {path} and {files[0]} only one names its classes: make sure that they mean the same")
         if (head.held_out is None) != (first.held_out is None):
@@ -72,14 +100,24 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
             warnings.append(
                 f"{path} is of form {head.form}, {files[0]} of form {first.form}: only what both have is used"
             )
-    met: dict[str, Path] = {}
-    for path, head in zip(files, heads, strict=True):
-        if head.digest in met:
-            warnings.append(f"{path} is the same as {met[head.digest]}")
-        met.setdefault(head.digest, path)
-        for part in head.parts:
-            held = [other for other, own in zip(files, heads, strict=True) if own.digest == part]
-            warnings += [f"{other} is a part of the sum {path}: leave one of them out" for other in held]
+    return warnings
+
+
+def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
+    """Files of the same data or of the same site, and parts of sums that are there themselves or in another sum."""
+    warnings: list[str] = []
+    met: dict[str, list[tuple[Part, Path]]] = {}  # by their counts, so that few are compared
+    names: dict[str, Path] = {}
+    for path, stats in zip(files, found, strict=True):
+        signed = dict.fromkeys(names[part.site] for part in stats.parts if part.site in names)
+        warnings += [f"{path} is signed by the same site as {other}: leave one out" for other in signed]
+        same = [place for part in stats.parts for other, place in met.get(part.counts, ()) if same_data(other, part)]
+        others = dict.fromkeys(same)
+        warnings += [f"{path} has the same data as {other}, or a part of them: leave one out" for other in others]
+        for part in stats.parts:
+            met.setdefault(part.counts, []).append((part, path))
+            if part.site is not None:
+                names.setdefault(part.site, path)
     return warnings
 
 
@@ -98,17 +136,22 @@ def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], c
         if len(files) > 1 and sum(map(bool, row)) == 1:
             alone.setdefault(files[max(range(len(row)), key=row.__getitem__)], []).append(name)
     for path, names in alone.items():
-        warnings.append(f"{path} alone has class {', '.join(names)}: what is said of it is said of that site")
+        warnings.append(f"{path} alone has class {_few(names)}: what is said of it is said of that site")
     absent = [name for name, row in zip(label, counts, strict=True) if not sum(row)]
     if absent:
-        warnings.append(f"no file has examples of class {', '.join(absent)}: a new classifier can't know it")
+        warnings.append(f"no file has examples of class {_few(absent)}: a new classifier can't know it")
     few = [name for name, row in zip(label, counts, strict=True) if 0 < sum(row) <= heads[0].dimension]
     if few and heads[0].form == "class":
         warnings.append(
-            f"class {', '.join(few[:10])}{', ...' if len(few) > 10 else ''}: no more examples than features, so the "
-            "covariance is singular; ffc and lda do not mind"
+            f"class {_few(few)}: no more examples than features, so the covariance is singular; ffc and lda do not mind"
         )
     return warnings
+
+
+def _few(names: Sequence[str]) -> str:
+    """Some names, and how many there are more."""
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _of_shape(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:

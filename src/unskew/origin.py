@@ -1,9 +1,8 @@
-"""Where statistics come from, and what noise was added to them: what must agree for them to be added."""
+"""Where statistics come from: what must agree for them to be added."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from unskew.errors import DataError
 from unskew.inputs import alike, parsed
@@ -18,6 +17,7 @@ class Origin:
     weights: str | None = None  # digest of the weights that made the features
     labels: tuple[str, ...] | None = None  # names of the classes, in the order of their numbers
     preparation: str | None = None  # what was done to the inputs: size, mean, deviation
+    nonce: str | None = None  # of the task that they were made for
 
     def __post_init__(self) -> None:
         if self.inputs is not None and not parsed(self.inputs):
@@ -50,20 +50,3 @@ class Origin:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 200 else f"{text[:200]}..."
-
-
-class Privacy(NamedTuple):
-    """What noise was added to statistics, for whom: they need not be moments of any data, and are projected at use."""
-
-    unit: str  # who is protected: "example" or "site"
-    epsilon: float
-    delta: float
-    mechanism: str
-
-    def joined(self, other: Privacy | None) -> Privacy:
-        """The weaker of two promises."""
-        if other is None or other == self:
-            return self
-        same = (self.unit, self.mechanism) == (other.unit, other.mechanism)
-        unit, mechanism = (self.unit, self.mechanism) if same else ("mixed", "mixed")
-        return Privacy(unit, max(self.epsilon, other.epsilon), max(self.delta, other.delta), mechanism)

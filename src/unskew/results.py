@@ -77,7 +77,9 @@ def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] |
 
 
 def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:
-    """The tensors and the metadata of a safetensors file, or a refusal that names the file."""
+    """The tensors and the metadata of a safetensors file, or a refusal that names the file; also of one whose seal does
+    not fit, where it has one.
+    """
     from safetensors import safe_open
 
     from unskew.headers import UNREADABLE, read_header
@@ -85,7 +87,11 @@ def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:
     with open_regular(path, "memory") as opened:
         metadata, kinds = read_header(opened, path)
         with reading(path, UNREADABLE), safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in kinds}, metadata
+            tree = {name: file.get_tensor(name) for name in kinds}
+    told = metadata.get("seal")
+    if told is not None and told != seal(tree, {name: value for name, value in metadata.items() if name != "seal"}):
+        raise DataError(f"{path}: damaged, or changed: its contents do not fit its seal; get it again")
+    return tree, metadata
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -103,8 +109,8 @@ def save_sealed(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str]
 def load_sealed(path: Path) -> tuple[Tree, dict[str, str]]:
     """What `save_sealed` wrote, or a refusal if any bit of it is another one now: safetensors itself checks none."""
     tree, metadata = load_tree(path)
-    if metadata.pop("seal", None) != seal(tree, metadata):
-        raise DataError(f"{path}: damaged, or not written by a run: its contents do not fit its seal")
+    if metadata.pop("seal", None) is None:
+        raise DataError(f"{path}: damaged, or not written by a run: it has no seal")
     return tree, metadata
 
 

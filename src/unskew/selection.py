@@ -2,7 +2,8 @@
 
 `calibrators` are all there are. `calibrator_of("auto", ...)` takes the one that did best by measurement with statistics
 of that form (results/calibrators.md). `separation` is what CCVR 5.4 forecasts by. `chosen` takes the best of several
-heads by what the sites have counted on examples of their own, and keeps the old one unless another is better.
+heads by what the sites have counted on examples of their own, and keeps the old one unless another is better;
+`deciding` tells whose counts alone have made it so.
 """
 
 from __future__ import annotations
@@ -113,3 +114,25 @@ def chosen(counts: Mapping[str, Tensor], total: Tensor, prior: Tensor | None = N
     first = next(iter(counts))
     best = max(accuracies, key=accuracies.__getitem__)
     return best if accuracies[best] > accuracies[first] + 1e-12 else first, accuracies
+
+
+def deciding(
+    answers: Mapping[str, tuple[Mapping[str, Tensor], Tensor]], prior: Tensor | None = None
+) -> dict[str, str | None]:
+    """The sites whose answer decides the choice alone, and what would be chosen without each: None if that is nothing,
+    since nobody else has answered. `answers` has of each site what `chosen` takes of all.
+    """
+    total = torch.stack([own for _, own in answers.values()]).sum(0)
+    names = list(next(iter(answers.values()))[0])
+    right = {name: torch.stack([own[name] for own, _ in answers.values()]).sum(0) for name in names}
+    best, _ = chosen(right, total, prior)
+    found: dict[str, str | None] = {}
+    for site, (own, examples) in answers.items():
+        rest = total - examples
+        if not (rest.sum() > 0):
+            found[site] = None
+            continue
+        without, _ = chosen({name: right[name] - own[name] for name in names}, rest, prior)
+        if without != best:
+            found[site] = without
+    return found

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError, UsageError
+from unskew.fingerprints import Part, copies
 from unskew.merging import Joint, cubes_between, join, join_scatter, outer, squares_of
-from unskew.origin import Origin, Privacy
+from unskew.origin import Origin
 from unskew.packing import mirror, pack, scatter_shape, unpack, upper
 from unskew.transforms import Transform
 
@@ -72,8 +73,7 @@ class FeatureStats:
     origin: Origin = field(default_factory=Origin)
     cubes: Tensor | None = None  # (C,) sum of (z - mean)^3 over each class and all features, in the forms of `CUBED`
     held_out: FeatureStats | None = None  # of a part of these examples, in the pooled form
-    privacy: Privacy | None = None
-    parts: tuple[str, ...] = ()  # digests of the files that were added, where that is known
+    parts: tuple[Part, ...] = ()  # the sites' files that were added, where that is known
     right: int | None = None  # how many examples the old head classified rightly, where sites chose to tell
 
     def __post_init__(self) -> None:
@@ -226,7 +226,7 @@ class FeatureStats:
 
     def _joined(self, other: FeatureStats, sign: int = 1) -> FeatureStats:
         """The sum with others, or the difference; its tensors are these, changed in place."""
-        like = self.beside(other.sort, other.origin, other.privacy)
+        like = self.beside(other.sort, other.origin)
         parts = self._parts_with(other.parts, sign)
         joint = like._meet(other.count, other.mean, sign)
         for label in range(self.classes) if self.form == "class" else [None]:  # one matrix beside the sum, not all
@@ -240,31 +240,34 @@ class FeatureStats:
         right = None if self.right is None or other.right is None else self.right + sign * other.right
         return replace(like, held_out=held, parts=parts, right=right)
 
-    def _parts_with(self, others: tuple[str, ...], sign: int) -> tuple[str, ...]:
+    def _parts_with(self, others: tuple[Part, ...], sign: int) -> tuple[Part, ...]:
         """The files behind a sum or a difference; unknown where those of either side are."""
         if not self.parts or not others:
             return ()
-        both = set(self.parts) & set(others)
-        if sign > 0 and both:
-            raise DataError("the same statistics would be added twice: leave one of them out")
-        if sign < 0 and len(both) < len(others):
-            raise DataError("these statistics are no part of the sum, so they can't be taken out")
-        return (*self.parts, *others) if sign > 0 else tuple(part for part in self.parts if part not in both)
+        if sign > 0:
+            if copies(self.parts, others):
+                raise DataError("the same statistics would be added twice: leave one of them out")
+            return (*self.parts, *others)
+        left = list(self.parts)
+        for part in others:
+            if part not in left:
+                raise DataError("these statistics are no part of the sum, so they can't be taken out")
+            left.remove(part)
+        return tuple(left)
 
     def __radd__(self, other: object) -> FeatureStats:
         if other == 0:  # where sum() begins
             return self
         return NotImplemented
 
-    def beside(self, sort: Sort, origin: Origin, privacy: Privacy | None) -> FeatureStats:
+    def beside(self, sort: Sort, origin: Origin) -> FeatureStats:
         """These statistics as part of a sum with others, the tensors not copied; refused where those are of another
         sort. What was known of the parts is kept by who reads files.
         """
         for name, mine, theirs in zip(Sort._fields, self.sort, sort, strict=True):
             if mine != theirs:
                 raise DataError(f"statistics of different {name} can't be added: {mine!r} and {theirs!r}")
-        joined = self.privacy.joined(privacy) if self.privacy else privacy
-        return replace(self, origin=self.origin.joined(origin), privacy=joined)
+        return replace(self, origin=self.origin.joined(origin))
 
     def to(self, device: torch.device | str) -> FeatureStats:
         """The same statistics on another device."""
@@ -329,7 +332,7 @@ class FeatureStats:
 
     def triangle_of(self, label: int) -> Tensor:
         """The covariance of one class where what is below the diagonal does not count, in half the time. Zero is what
-        has a variance of nothing but rounding, or a negative one by noise.
+        has a variance of nothing but rounding.
         """
         self._needs("a class covariance", "class", "diagonal")
         if self.form == "diagonal":
@@ -424,7 +427,7 @@ class FeatureStats:
     # ------------------------------------------------------------------------------------------ files
 
     def save(self, path: str | Path, precision: str = "float64") -> None:
-        """Write a file of format version 1: see `statistics_file`."""
+        """Write a site's file, of format version 1: see `statistics_file`; its `save_sum` writes sums of files."""
         from unskew.statistics_file import save
 
         save(self, Path(path), precision)

@@ -1,11 +1,10 @@
 """Files of feature statistics, format version 1: safetensors with a header of known fields and a digest over
 everything.
 
-The header (safetensors metadata, each value as JSON) holds every field of `FIELDS`. The payload is `count`, `mean` and
-`scatter`, and `cubes` in the forms that have them. Below float64 the means are float32, taken from the mean of all
-examples (`centre`, float64), so that what all features share costs nothing; "int16" holds the scatter divided by the
-deviations of its row and its column (`spread`), so that 1 is 32767. A held-out part stands beside it under names of its
-own. Nothing is unpickled.
+The header is that of `statistics_header`. The payload is `count`, `mean` and `scatter`, and `cubes` in the forms that
+have them. Below float64 the means are float32, taken from the mean of all examples (`centre`, float64), so that what
+all features share costs nothing; "int16" holds the scatter divided by the deviations of its row and its column
+(`spread`), so that 1 is 32767. A held-out part stands beside it under names of its own. Nothing is unpickled.
 
 Files are added without being loaded: `total_of` pours one after the other into one sum, class by class, and checks on
 the way that some data can have such moments.
@@ -13,143 +12,59 @@ the way that some data can have such moments.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unskew import __version__, limits
+from unskew import limits
 from unskew.errors import DataError, UnskewError, UsageError
-from unskew.files import parse_json, reading
+from unskew.files import reading
+from unskew.fingerprints import Part, copies, part_of
 from unskew.headers import Kind
-from unskew.inputs import parsed
 from unskew.merging import Joint, squares_of
-from unskew.origin import Origin, Privacy
-from unskew.packing import factor_in_place, pack, scatter_shape, upper
-from unskew.statistics import CUBED, FORMS, REDUCES, FeatureStats, Sort
-from unskew.streams import Reader, layout, size, write
+from unskew.packing import factor_in_place, pack, upper
+from unskew.scrutiny import Scrutiny, Summary
+from unskew.signing import Key, signature_of
+from unskew.statistics import CUBED, REDUCES, FeatureStats, Sort
+from unskew.statistics_header import HELD, PRECISIONS, Head, kinds_of, metadata_of, read_head, rounding_of
+from unskew.streams import Reader, size, write
 
-VERSION = 1
-PRECISIONS = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "int16": torch.int16,
-}
 STEP = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-9, "int16": 0.5 / 32767}  # of rounding, relative
-HELD = "held_out."
 HIGHEST = 1e100  # of any number in a file: products of such numbers can be held
 
 
-def _whole(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _text(value: Any) -> bool:
-    return value is None or type(value) is str
-
-
-def _private(value: Any) -> bool:
-    if value is None:
-        return True
-    if type(value) is not dict or set(value) != set(Privacy._fields):
-        return False
-    sizes = all(type(value[key]) in (int, float) and 0 <= value[key] < math.inf for key in ("epsilon", "delta"))
-    return sizes and type(value["unit"]) is str and type(value["mechanism"]) is str
-
-
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header holds, and what each may be
-    "version": (lambda v: type(v) is int and v == VERSION, f"this Unskew reads version {VERSION}"),
-    "classes": (_whole, "it must be a whole number above 0"),
-    "dimension": (_whole, "it must be a whole number above 0"),
-    "form": (lambda v: type(v) is str and v in FORMS, f"allowed are {', '.join(FORMS)}"),
-    "transform": (lambda v: type(v) is str, "it must be a text"),
-    "precision": (lambda v: type(v) is str and v in PRECISIONS, f"allowed are {', '.join(PRECISIONS)}"),
-    "examples": (lambda v: type(v) is int and v >= 0, "it must be a whole number"),
-    "layer": (_text, "it must be a text or null"),
-    "inputs": (
-        lambda v: v is None or (type(v) is str and bool(parsed(v))),
-        "it must be like float32[3,32,32] or null",
-    ),
-    "weights": (_text, "it must be a text or null"),
-    "labels": (
-        lambda v: v is None or (type(v) is list and all(type(name) is str for name in v)),
-        "it must be a list of names or null",
-    ),
-    "preparation": (_text, "it must be a text or null"),
-    "held_out": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
-    "privacy": (_private, f"it must be null or have the fields {', '.join(Privacy._fields)}"),
-    "parts": (
-        lambda v: type(v) is list and all(type(name) is str for name in v) and len(set(v)) == len(v),
-        "it must be a list of digests, each of them once",
-    ),
-    "right": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
-    "producer": (_text, "it must be a text"),
-}
-
-
 # ---------------------------------------------------------------------------------------------- writing
-
-
-def _rounding(form: str, precision: str) -> str:
-    """How second moments are rounded: variances have no correlations that whole numbers could hold."""
-    return "bfloat16" if precision == "int16" and form in ("diagonal", "none") else precision
-
-
-def kinds_of(classes: int, dimension: int, form: str, precision: str, held_out: bool = False) -> dict[str, Kind]:
-    """The tensors of a file. In their `layout`, those that a scatter is joined with come before it."""
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision is {precision!r}: allowed are {', '.join(PRECISIONS)}")
-    exact, rounding = precision == "float64", _rounding(form, precision)
-    kinds = {"count": Kind(torch.float64, (classes,))}
-    if not exact:
-        kinds["centre"] = Kind(torch.float64, (dimension,))
-    if form in CUBED:
-        kinds["cubes"] = Kind(torch.float64, (classes,))
-    kinds["mean"] = Kind(torch.float64 if exact else torch.float32, (classes, dimension))
-    kinds["scatter"] = Kind(PRECISIONS[rounding], scatter_shape(form, classes, dimension))
-    if rounding == "int16":
-        kinds["spread"] = Kind(torch.float32, (classes, dimension) if form == "class" else (dimension,))
-    if held_out:
-        kinds |= {HELD + name: kind for name, kind in kinds_of(classes, dimension, "pooled", precision).items()}
-    return kinds
-
-
-def _metadata(stats: FeatureStats, precision: str) -> dict[str, str]:
-    header: dict[str, Any] = {
-        "version": VERSION,
-        "classes": stats.classes,
-        "dimension": stats.dimension,
-        "form": stats.form,
-        "transform": stats.transform,
-        "precision": precision,
-        "examples": int(stats.count.sum()),
-        **asdict(stats.origin),
-        "held_out": None if stats.held_out is None else int(stats.held_out.count.sum()),
-        "privacy": None if stats.privacy is None else stats.privacy._asdict(),
-        "parts": list(stats.parts),
-        "right": stats.right,
-        "producer": f"unskew {__version__}",
-    }
-    return {name: json.dumps(header[name]) for name in FIELDS}
 
 
 def _kinds(stats: FeatureStats, precision: str) -> dict[str, Kind]:
     return kinds_of(stats.classes, stats.dimension, stats.form, precision, stats.held_out is not None)
 
 
-def size_of(stats: FeatureStats, precision: str = "float64") -> int:
-    """How many bytes the file of these statistics will have."""
-    return size(_kinds(stats, precision), _metadata(stats, precision))
+def size_of(stats: FeatureStats, precision: str = "float64", signer: str | None = None) -> int:
+    """How many bytes the file of these statistics will have, signed by somebody of this name if one is given."""
+    return size(_kinds(stats, precision), metadata_of(stats, precision, signer), signer is not None)
 
 
-def save(stats: FeatureStats, path: Path, precision: str = "float64") -> None:
-    """Write a file; the old one survives if that fails."""
+def save(stats: FeatureStats, path: Path, precision: str = "float64", key: Key | None = None) -> None:
+    """Write a site's file, signed if there is a key; the old one survives if that fails."""
+    if len(stats.parts) > 1:
+        raise UsageError(f"these are the sum of {len(stats.parts)} files, not a site's own: save_sum writes {path}")
+    _write(stats, path, precision, key, summed=False)
+
+
+def save_sum(stats: FeatureStats, path: Path, key: Key | None = None) -> None:
+    """Write the sum of files, which remembers them: `total_of` takes it among its `sums` alone."""
+    if not stats.parts:
+        raise UsageError(
+            f"{path}: no files are known that these statistics are the sum of: FeatureStats.save writes it"
+        )
+    _write(stats, path, "float64", key, summed=True)
+
+
+def _write(stats: FeatureStats, path: Path, precision: str, key: Key | None, summed: bool) -> None:
     kinds = _kinds(stats, precision)
     check(stats, str(path))
     if stats.form in CUBED and stats.cubes is None:
@@ -164,7 +79,12 @@ def save(stats: FeatureStats, path: Path, precision: str = "float64") -> None:
                 raise DataError(f"{path}: values are too large for precision {precision!r}: use float64")
             yield piece.to(kinds[name].dtype)
 
-    write(path, kinds, pieces, _metadata(stats, precision))
+    def sign(digest: str) -> str:
+        assert key is not None
+        return signature_of(key, "sum" if summed else "statistics", stats.origin.nonce, digest)
+
+    metadata = metadata_of(stats, precision, None if key is None else key.name, summed)
+    write(path, kinds, pieces, metadata, None if key is None else sign)
 
 
 Pieces = Callable[[], Iterator[Tensor]]
@@ -172,7 +92,7 @@ Pieces = Callable[[], Iterator[Tensor]]
 
 def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Pieces]:
     """How to make the pieces of each tensor of a payload; of scatters one class after the other."""
-    rounding = _rounding(stats.form, precision)
+    rounding = rounding_of(stats.form, precision)
     centre = stats.count @ stats.mean / stats.count.sum().clamp(min=1)
     cubes = stats.mean.new_zeros(stats.classes) if stats.cubes is None else stats.cubes
 
@@ -208,72 +128,11 @@ def _spread(scatter: Tensor, dimension: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def load(path: Path, form: str | None = None) -> FeatureStats:
-    """Read a file, in a cheaper form if one is given; or refuse it, naming the file and the field."""
-    return total_of([path], form)
-
-
-class Head(NamedTuple):
-    """What a file says of itself."""
-
-    classes: int
-    dimension: int
-    form: str
-    transform: str
-    precision: str
-    examples: int
-    held_out: int | None
-    origin: Origin
-    privacy: Privacy | None
-    producer: str | None
-    digest: str
-    parts: tuple[str, ...]  # digests of the files that it is the sum of; empty for a site's own
-    right: int | None  # how many examples the old head classified rightly, if the site tells
-
-
-def head_of(path: Path) -> Head:
-    """The header of a file, checked; its contents are not."""
-    with Reader(path) as file:
-        return _head(file)
-
-
-def _head(file: Reader) -> Head:
-    path = file.path
-    if file.digest is None:
-        raise DataError(
-            f"{path}: not a statistics file (its header has no digest): `unskew stats` and FeatureStats.save write them"
-        )
-    header = {name: parse_json(value, f"{path}: the header") for name, value in file.metadata.items()}
-    if "version" in header and not FIELDS["version"][0](header["version"]):  # first: others may have other fields
-        raise DataError(f"{path}: version is {header['version']!r}; {FIELDS['version'][1]}")
-    if set(header) != set(FIELDS):
-        raise DataError(f"{path}: header fields {sorted(set(header) ^ set(FIELDS))} are missing or unknown")
-    for name, (fits, words) in FIELDS.items():
-        if not fits(header[name]):
-            raise DataError(f"{path}: {name} is {str(header[name])[:80]!r}; {words}")
-    classes, dimension, form, precision = (header[name] for name in ("classes", "dimension", "form", "precision"))
-    limits.check("classes", classes, path)
-    limits.check("dimension", dimension, path)
-    expected = kinds_of(classes, dimension, form, precision, header["held_out"] is not None)
-    if set(file.kinds) != set(expected):
-        raise DataError(
-            f"{path}: it holds the tensors {sorted(file.kinds)}; precision {precision!r} needs {sorted(expected)}"
-        )
-    for name, kind in expected.items():
-        found = file.kinds[name]
-        if found != kind:
-            raise DataError(f"{path}: {name} is {found.dtype} of shape {found.shape}; it must be {kind.dtype} of "
-                            f"shape {kind.shape}")  # fmt: skip
-    if list(file.kinds) != layout(expected):
-        raise DataError(f"{path}: its tensors lie in the order {list(file.kinds)}; it must be {layout(expected)}")
-    labels = header["labels"]
-    if labels is not None and len(labels) != classes:
-        raise DataError(f"{path}: labels has {len(labels)} names for {classes} classes")
-    origin = Origin(header["layer"], header["inputs"], header["weights"], None if labels is None else tuple(labels),
-                    header["preparation"])  # fmt: skip
-    privacy = None if header["privacy"] is None else Privacy(**header["privacy"])
-    return Head(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
-                origin, privacy, header["producer"], file.digest, tuple(header["parts"]), header["right"])  # fmt: skip
+def load(path: Path, form: str | None = None, examine: Callable[[Summary], None] | None = None) -> FeatureStats:
+    """Read a file, in a cheaper form if one is given; or refuse it, naming the file and the field. `examine` is given
+    what `scrutiny.py` finds in it.
+    """
+    return _total([(path, 1, None)], form, examine=examine)
 
 
 def total_of(
@@ -281,44 +140,62 @@ def total_of(
     form: str | None = None,
     without: Sequence[Path] = (),
     progress: Callable[[int], None] = lambda files: None,
+    *,
+    sums: Iterable[Path] = (),
+    accept: Iterable[Path] = (),
+    examine: Callable[[Summary], None] | None = None,
 ) -> FeatureStats:
-    """The sum of files, less those of `without`; held once, in a cheaper form if one is given.
+    """The sum of sites' files, less those of `without`; held once, in a cheaper form if one is given.
 
-    Refused are files that can't be added to the first, a file that comes twice, also as a part of a sum, and one of
-    `without` that is in none of the sums. `progress` is told of each.
+    `sums` are files that `save_sum` wrote: no site can send one, since what it says of its parts is believed. Refused
+    are files that can't be added to the first; data that come twice, also as a part of a sum or in another precision or
+    form, unless they are among those to `accept`; and one of `without` that is not in the sum. `progress` is told of
+    each. `examine` is given what `scrutiny.py` finds in each file that is added.
     """
+    added = [*((Path(path), 1, False) for path in paths), *((Path(path), 1, True) for path in sums)]
+    taken = [(Path(path), -1, False) for path in without]
+    return _total([*added, *taken], form, progress, {Path(path) for path in accept}, examine)
+
+
+def _total(
+    files: Iterable[tuple[Path, int, bool | None]],  # of each the sign, and whether it must be a sum
+    form: str | None,
+    progress: Callable[[int], None] = lambda files: None,
+    accept: Iterable[Path] = (),
+    examine: Callable[[Summary], None] | None = None,
+) -> FeatureStats:
     total: FeatureStats | None = None
-    held: dict[str, Path] = {}  # the sites' own files that are in the sum, and which file brought each
-    for sign, group in ((1, paths), (-1, without)):
-        for path in map(Path, group):
-            with reading(path), Reader(path) as file:
-                head = _head(file)
-                own = head.parts or (head.digest,)
-                met = [held[part] for part in own if part in held]
-                if sign > 0 and met:
-                    raise DataError(f"{path}: the same statistics as {met[0]}, or a part of it: leave one of them out")
-                if sign < 0 and len(met) < len(own):
-                    raise DataError(f"{path}: no part of the sum, so it can't be taken out: leave it out of --without")
-                held = {**held, **dict.fromkeys(own, path)} if sign > 0 else _less(held, own)
-                wanted = form or head.form
-                if wanted not in REDUCES[head.form]:
-                    raise DataError(f"{path}: form {wanted!r} can't be derived from form {head.form!r}: collect again")
-                sort = Sort(head.classes, head.dimension, wanted, head.transform, head.held_out is not None)
-                try:
-                    if total is None:
-                        start = path
-                        _check_memory(path, sort)
-                        total = replace(FeatureStats.zero(*sort), origin=head.origin, privacy=head.privacy, right=0)
-                    total = total.beside(sort, head.origin, head.privacy)
-                except UnskewError as error:
-                    raise DataError(f"{path}: {error} (the first file was {start})") from None
-                _pour(file, head, total, sign)
-                unknown = total.right is None or head.right is None
-                total = replace(total, right=None if unknown else (total.right or 0) + sign * (head.right or 0))
-                progress(1)
+    held: list[tuple[Part, Path]] = []  # the sites' own files that are in the sum, and which file brought each
+    for path, sign, summed in files:
+        with reading(path), Reader(path) as file:
+            head = read_head(file)
+            check_role(path, head, summed)
+            if sign < 0 and head.digest not in [part.digest for part, _ in held]:
+                raise DataError(f"{path}: no part of the sum, so it can't be taken out: leave it out of --without")
+            wanted = form or head.form
+            if wanted not in REDUCES[head.form]:
+                raise DataError(f"{path}: form {wanted!r} can't be derived from form {head.form!r}: collect again")
+            sort = Sort(head.classes, head.dimension, wanted, head.transform, head.held_out is not None)
+            try:
+                if total is None:
+                    start = path
+                    _check_memory(path, sort)
+                    total = replace(FeatureStats.zero(*sort), origin=head.origin, right=0)
+                total = total.beside(sort, head.origin)
+            except UnskewError as error:
+                raise DataError(f"{path}: {error} (the first file was {start})") from None
+            own = _pour(file, head, total, sign, examine if sign > 0 else None)
+        if sign > 0:
+            _check_new(path, own, held, path in accept)
+            held += [(part, path) for part in own]
+        else:
+            held.remove(next(each for each in held if each[0].digest == head.digest))
+        unknown = total.right is None or head.right is None
+        total = replace(total, right=None if unknown else (total.right or 0) + sign * (head.right or 0))
+        progress(1)
     if total is None:
         raise UsageError("there are no statistics to add: give the files of at least one site")
-    return replace(total, parts=tuple(held))
+    return replace(total, parts=tuple(part for part, _ in held))
 
 
 def _check_memory(path: Path, sort: Sort) -> None:
@@ -327,16 +204,59 @@ def _check_memory(path: Path, sort: Sort) -> None:
     limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
 
 
-def _less(held: dict[str, Path], own: tuple[str, ...]) -> dict[str, Path]:
-    return {part: path for part, path in held.items() if part not in own}
+def check_role(path: Path, head: Head, summed: bool | None) -> None:
+    """Refuse a sum where a site's own file is wanted, and the other way round."""
+    if summed is False and head.parts:
+        raise DataError(
+            f"{path}: a sum of {len(head.parts)} files, not a site's own, which has no parts. One that you wrote "
+            "yourself by --sum is given by --sums; a site that sends one is asked for its own file"
+        )
+    if summed is True and not head.parts:
+        raise DataError(f"{path}: a site's own file, not a sum: give it by --stats")
 
 
-def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> None:
-    """Add the contents of a file to a sum in place, checking them on the way; whoever is refused spoils the sum."""
+def _check_new(path: Path, own: Sequence[Part], held: Sequence[tuple[Part, Path]], accepted: bool) -> None:
+    """Refuse a site that is in the sum already; and its data, in whatever precision and form, unless accepted."""
+    for part, other in held:
+        if part.site is not None and part.site in {mine.site for mine in own}:
+            raise DataError(f"{path}: signed by {part.site}, whose statistics {other} has already: leave one out")
+    for mine, _ in [] if accepted else copies([part for part, _ in held], own):
+        other = next(place for part, place in held if part == mine)
+        inside = ", or as a part of it" if len(own) > 1 or any(place == other for _, place in held[1:]) else ""
+        raise DataError(
+            f"{path}: the same data as {other}{inside}: equal counts and means, whatever precision and form. Leave one "
+            f"of them out; if two sites truly have equal data, --accept {path}"
+        )
+
+
+def counts_of(path: Path) -> tuple[Tensor, Tensor | None]:
+    """The examples of each class in a file (C,), and those of its held-out part; the rest is not read."""
+    with reading(path), Reader(path) as file:
+        wanted = {name for name in ("count", f"{HELD}count") if name in file.kinds}
+        found: dict[str, list[Tensor]] = {}
+        for name, start, piece in file.read():
+            if name in wanted:
+                found.setdefault(name, []).append(piece)
+                if start + len(piece) == file.kinds[name].shape[0]:
+                    wanted.discard(name)
+            if not wanted:
+                break
+    whole = {name: torch.cat(pieces) for name, pieces in found.items()}
+    return whole["count"], whole.get(f"{HELD}count")
+
+
+def _pour(
+    file: Reader, head: Head, total: FeatureStats, sign: int, examine: Callable[[Summary], None] | None = None
+) -> tuple[Part, ...]:
+    """Add the contents of a file to a sum in place, checking them on the way; whoever is refused spoils the sum. Gives
+    the parts that the file brings, itself if it is a site's own.
+    """
     arrived: dict[str, Tensor] = {}
-    poured = [_Part(str(file.path), head, total, head.form, "", sign)]
+    step = STEP[rounding_of(head.form, head.precision)]
+    scrutiny = Scrutiny(str(file.path), head.form, head.transform, head.dimension, step) if examine else None
+    poured = [_Part(str(file.path), head, total, head.form, "", sign, scrutiny)]
     if total.held_out is not None:
-        poured.append(_Part(str(file.path), head, total.held_out, "pooled", HELD, sign))
+        poured.append(_Part(str(file.path), head, total.held_out, "pooled", HELD, sign, scrutiny))
     for name, start, piece in file.read():
         low, high = map(float, piece.aminmax()) if piece.numel() else (0.0, 0.0)  # in place of copies
         if not (low > -HIGHEST and high < HIGHEST):  # so for NaN too
@@ -363,34 +283,51 @@ def _pour(file: Reader, head: Head, total: FeatureStats, sign: int) -> None:
         raise DataError(f"{file.path}: more examples are held out than there are")
     if head.right is not None and head.right > head.examples:
         raise DataError(f"{file.path}: right is {head.right}, but there are {head.examples} examples")
+    if scrutiny is not None and examine is not None:
+        count, mean, *held = (value for part in poured for value in (arrived[f"{part.prefix}count"], part.means))
+        examine(scrutiny.summary(count, mean, head.origin, (held[0], held[1]) if held else None, head.right))
+    if head.parts:
+        return head.parts
+    return (part_of(head.digest, head.site, arrived["count"], head.held_out, poured[0].means),)
 
 
 class _Part:
     """A part of a file, all its examples or those that are held out, on its way into a sum."""
 
-    def __init__(self, where: str, head: Head, into: FeatureStats, form: str, prefix: str, sign: int) -> None:
+    def __init__(
+        self, where: str, head: Head, into: FeatureStats, form: str, prefix: str, sign: int, scrutiny: Scrutiny | None
+    ) -> None:
         self.where, self.head, self.into, self.form, self.prefix, self.sign = where, head, into, form, prefix, sign
+        self.scrutiny = scrutiny
         self.joint: Joint | None = None
+        self.means = into.mean  # of this part, once they have arrived
 
     def meet(self, arrived: Mapping[str, Tensor]) -> Joint:
         """Join the counts and the means, once they have arrived."""
         if self.joint is None:
-            count, mean = arrived[f"{self.prefix}count"], arrived[f"{self.prefix}mean"].double()
-            _check_counts(f"{self.where}: {self.prefix}", count, mean)
-            if f"{self.prefix}centre" in arrived:
-                mean = torch.where(count[:, None] > 0, mean + arrived[f"{self.prefix}centre"], 0.0)
+            count = arrived[f"{self.prefix}count"]
+            _check_counts(f"{self.where}: {self.prefix}", count, arrived[f"{self.prefix}mean"])
+            self.means = self._mean_of(arrived)
+            if self.scrutiny is not None:
+                self.scrutiny.begin(count, self.means)
             try:
-                self.joint = self.into._meet(count, mean, self.sign)
+                self.joint = self.into._meet(count, self.means, self.sign)
             except DataError as error:
                 raise DataError(f"{self.where}: {error}") from None
         return self.joint
+
+    def _mean_of(self, arrived: Mapping[str, Tensor]) -> Tensor:
+        """The class means, whatever they were taken from."""
+        count, mean = arrived[f"{self.prefix}count"], arrived[f"{self.prefix}mean"].double()
+        centre = arrived.get(f"{self.prefix}centre")
+        return mean if centre is None else torch.where(count[:, None] > 0, mean + centre, 0.0)
 
     def join(self, arrived: Mapping[str, Tensor], scatter: Tensor, label: int | None = None) -> None:
         """Join a scatter, of one class if one is given."""
         joint, place = self.meet(arrived), slice(None) if label is None else label
         count, cubes, wide = (arrived.get(f"{self.prefix}{name}") for name in ("count", "cubes", "spread"))
         assert count is not None
-        if self.into.form == "none":
+        if self.into.form == "none" and self.scrutiny is None:
             return
         scatter = scatter.double()
         if wide is not None:
@@ -399,6 +336,11 @@ class _Part:
         where = f"{self.where}: {self.prefix}" if label is None else f"{self.where}: class {label}"
         _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.head)
         cubes = None if cubes is None else cubes[place]
+        if self.scrutiny is not None and self.prefix == HELD:
+            self.scrutiny.see_held_out(count, self.means, scatter)
+        elif self.scrutiny is not None:
+            held = self.into.held_out is not None
+            self.scrutiny.see(count[place], self.means[place], scatter, cubes, label, keep=held)
         self.into._join_scatter(joint, self.form, scatter, cubes, self.sign, label)
 
 
@@ -436,13 +378,13 @@ def _check_scatter(
     where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, about: FeatureStats | Head
 ) -> None:
     """Refuse a scatter that no data can have: it must be positive semidefinite, up to rounding. Of the class form, for
-    one class. Noise may do that, so private ones are let pass.
+    one class.
     """
     empty = (count == 0) & (scatter != 0).any(-1) if form in ("class", "diagonal") else torch.tensor(False)
     if empty.any():
         label = "" if form == "class" else f" for class {int(empty.nonzero()[0])}"
         raise DataError(f"{where} scatter is not zero{label}, of which count is 0")
-    if about.privacy is not None or form == "none":
+    if form == "none":
         return
     precision = about.precision if isinstance(about, Head) else "float64"
     squares = squares_of(scatter, form, dimension)
@@ -453,6 +395,6 @@ def _check_scatter(
     matrix = upper(scatter, dimension)  # of which only the upper triangle is used
     scale = torch.where(squares > 0, squares, 1.0).rsqrt()
     matrix.mul_(scale).mul_(scale[:, None])
-    matrix.diagonal().add_(1e-9 + 1.1 * dimension * STEP[_rounding(form, precision)])  # no rounding can do more
+    matrix.diagonal().add_(1e-9 + 1.1 * dimension * STEP[rounding_of(form, precision)])  # no rounding can do more
     if factor_in_place(matrix.T):
         raise DataError(f"{where} scatter is not positive semidefinite: no features have such moments")

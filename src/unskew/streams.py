@@ -3,7 +3,8 @@
 Statistics can have gigabytes, and the safetensors library wants the whole of a file in memory. The format is simple
 enough to be streamed: eight bytes with the length of a header, the header as JSON, the tensors one behind the other.
 Tensors lie in the order of `layout`, the wider numbers first, so that each starts where its type may. The SHA-256 over
-metadata, names, types, shapes and values stands in the metadata as `digest`; `read` raises at the end if it is another.
+metadata, names, types, shapes and values stands in the metadata as `digest`, and beside it a `signature` of the digest
+where there is one; `read` raises at the end if the digest is another.
 Files can be read by any safetensors library.
 """
 
@@ -25,6 +26,7 @@ from unskew.errors import DataError
 from unskew.files import open_regular, reading
 from unskew.headers import TYPES, Kind, read_header, unreadable
 from unskew.results import replacing
+from unskew.signing import LENGTH
 
 PIECE = 16 * 2**20  # bytes that are read at a time
 
@@ -34,9 +36,14 @@ def layout(kinds: Mapping[str, Kind]) -> list[str]:
     return sorted(kinds, key=lambda name: (-kinds[name].dtype.itemsize, name))
 
 
-def size(kinds: Mapping[str, Kind], metadata: Mapping[str, str]) -> int:
+def size(kinds: Mapping[str, Kind], metadata: Mapping[str, str], signed: bool = False) -> int:
     """How many bytes a file will have."""
-    return len(_header(kinds, {**metadata, "digest": 64 * "0"})) + sum(kind.nbytes for kind in kinds.values())
+    return len(_header(kinds, {**metadata, **_blank(signed)})) + sum(kind.nbytes for kind in kinds.values())
+
+
+def _blank(signed: bool) -> dict[str, str]:
+    """What stands in the place of the digest and the signature until they are known."""
+    return {"digest": 64 * "0", **({"signature": LENGTH * "0"} if signed else {})}
 
 
 def _header(kinds: Mapping[str, Kind], metadata: Mapping[str, str]) -> bytes:
@@ -62,14 +69,17 @@ def write(
     kinds: Mapping[str, Kind],
     pieces: Callable[[str], Iterator[Tensor]],
     metadata: Mapping[str, str],
+    sign: Callable[[str], str] | None = None,
 ) -> None:
-    """Write a file from the pieces of each tensor, in the order of `layout`; the old file survives if that fails."""
-    limits.check(
-        "header", len(_header(kinds, {**metadata, "digest": 64 * "0"})), f"{path} (shorten the classes' names)"
-    )
+    """Write a file from the pieces of each tensor, in the order of `layout`; the old file survives if that fails.
+
+    `sign` makes the signature of a digest, which comes beside it.
+    """
+    blank = {**metadata, **_blank(sign is not None)}
+    limits.check("header", len(_header(kinds, blank)), f"{path} (shorten the classes' names, or add fewer to a sum)")
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(_header(kinds, {**metadata, "digest": 64 * "0"}))
+        file.write(_header(kinds, blank))
         for name in layout(kinds):
             digest.update(_title(name, kinds[name]))
             begin = file.tell()
@@ -78,8 +88,9 @@ def write(
                 digest.update(raw)
                 file.write(raw)
             assert file.tell() - begin == kinds[name].nbytes, name
+        made = {"digest": digest.hexdigest()} | ({"signature": sign(digest.hexdigest())} if sign else {})
         file.seek(0)
-        file.write(_header(kinds, {**metadata, "digest": digest.hexdigest()}))
+        file.write(_header(kinds, {**metadata, **made}))
 
 
 class Reader:
@@ -91,6 +102,7 @@ class Reader:
         try:
             self.metadata, self.kinds = read_header(self._file, path)
             self.digest = self.metadata.pop("digest", None)
+            self.signature = self.metadata.pop("signature", None)
         except BaseException:
             self._file.close()
             raise

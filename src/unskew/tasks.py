@@ -19,9 +19,10 @@ from unskew.errors import DataError, UsageError, lookup
 from unskew.files import open_regular, read_toml, reading
 from unskew.preparation import Preparation
 from unskew.results import write_text
+from unskew.signing import is_nonce, new_nonce
 from unskew.specs import is_own
 from unskew.statistics import FORMS
-from unskew.statistics_file import PRECISIONS, Head
+from unskew.statistics_header import PRECISIONS, Head
 from unskew.transforms import Transform
 
 VERSION = 1
@@ -54,12 +55,15 @@ class Task:
     transform: str = "identity"
     hold_out: float = 0.0
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files that it names
+    nonce: str = field(default_factory=new_nonce)  # which no other task has: what was made for one serves no other
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("form", self.form, FORMS), ("precision", self.precision, PRECISIONS)):
             if value is not None:
                 lookup(name, value, {key: key for key in allowed})
         Transform(self.transform)
+        if not is_nonce(self.nonce):
+            raise UsageError(f"nonce is {self.nonce!r}: it must be 32 digits 0..9, a..f; `unskew task` draws them")
         if not 0 <= self.hold_out < 1:
             raise UsageError(f"hold_out is {self.hold_out}: it must be at least 0 and below 1")
         if self.classes is not None and self.classes < 2:
@@ -184,6 +188,7 @@ def save(task: Task, path: Path) -> None:
         "# A task of Unskew: what all sites of a calibration share. Each site puts it beside the files named below and",
         f"# runs: unskew stats --task {path.name}{trust} --data ITS_DATA --out ITS_NAME.stats",
         f"version = {VERSION}",
+        f"nonce = {_toml(task.nonce)}  # of this task alone",
     ]
     for section, names in SECTIONS.items():
         held = {name: values[name] for name in names if values[name] is not None}
@@ -217,7 +222,9 @@ def _fields(held: dict[str, Any]) -> dict[str, Any]:
     files = held.pop("files", {})
     if not isinstance(files, dict) or not all(isinstance(hash, str) for hash in files.values()):
         raise DataError("files must give the SHA-256 of each file")
-    values: dict[str, Any] = {"files": files}
+    if "nonce" not in held:
+        raise DataError("nonce is missing, which tells this task from all others: `unskew task` writes it")
+    values: dict[str, Any] = {"files": files, "nonce": held.pop("nonce")}
     for section, entries in held.items():
         known = lookup("section", section, SECTIONS)
         if not isinstance(entries, dict):
@@ -312,7 +319,10 @@ def _check_whole(folder: Path, listed: set[str], task: Path) -> None:
 
 
 def check_head(task: Task, path: Path, file: Path, head: Head) -> None:
-    """Refuse a file of statistics that was not collected as the task says, as far as `agreement` does not see it."""
+    """Refuse a file of statistics that was not collected for the task, or not as it says, as far as `agreement` does
+    not see it.
+    """
+    check_nonce(task, path, file, head.origin.nonce)
     wanted, held = Transform(task.transform).name, ("nothing held out", "a part held out")
     pairs = [(head.transform, wanted), (held[head.held_out is not None], held[task.hold_out > 0])]
     if (head.origin.labels is None) != (task.labels is None):
@@ -322,6 +332,15 @@ def check_head(task: Task, path: Path, file: Path, head: Head) -> None:
             raise DataError(
                 f"{file} has {mine}, but {path} asks for {told}: let the site run `unskew stats --task {path}`"
             )
+
+
+def check_nonce(task: Task, path: Path, file: Path, nonce: str | None) -> None:
+    """Refuse a file that was made for another task, or for none."""
+    if nonce != task.nonce:
+        made = "without a task" if nonce is None else f"for another task, of nonce {nonce[:8]}..."
+        raise DataError(
+            f"{file}: made {made}, but {path} has the nonce {task.nonce[:8]}...: let whoever sent it use --task {path}"
+        )
 
 
 def contradiction(option: str, value: object, path: Path, told: object) -> str:

@@ -208,7 +208,7 @@ def _alike(sites: Mapping[str, Part]) -> list[FeatureStats]:
     first, *_ = sites.values()
     for name, part in sites.items():
         try:
-            first.stats.beside(part.stats.sort, part.stats.origin, None)
+            first.stats.beside(part.stats.sort, part.stats.origin)
         except DataError as error:
             raise DataError(f"{name}: {error}") from None
         if not part.stats.count.sum() > 0:

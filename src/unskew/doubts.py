@@ -1,0 +1,380 @@
+"""Is a site's file plausible beside the other sites'? `doubts_of` gives a list of `Doubt`s, typed and in words.
+
+What one file alone can't be is found by `scrutiny.py`. Here sites are compared with what the others have in common: of
+each class the trimmed mean of the sites' means, of each feature that of its variances, no site with more weight than
+twice the median's. One site, however large or far away, can't move these much.
+
+    scale       mean squared length of its features, over what the others' would have with its mix of classes
+    spread      mean variance within classes, over the others'
+    distance    of a class mean from the others', squared, over the largest between two classes
+    sign        features that are never negative elsewhere
+    labels      where a class mean lies on the way from its own class (0) to another (1)
+    drift       how far its class means lie from the others', over what chance would do
+
+The limits were measured: docs/trust.md. Honest federations stay far inside them, whatever the mix of classes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unskew.errors import DataError
+from unskew.robust import trimmed_mean
+from unskew.scrutiny import IMPOSSIBLE, REFUSE, WARN, Doubt, Summary, summary_of
+from unskew.statistics import FeatureStats
+
+SCALE = 6.0  # times as large, or as small: refused
+ODD = 2.5  # times: told
+SPREAD = 20.0  # times as varied, or as little: refused
+DISTANCE = 2.5  # of the largest squared distance between two classes: refused
+TAKEN = 0.75  # of the way from one class to another: its examples are taken for the other's
+SURE = 4.0  # standard deviations by which that must be beyond the middle
+MANY = 3  # classes whose examples are taken for others': refused
+NEGATIVE = 0.01  # of the squared length: how much of a mean may be negative where others' are not
+DRIFT = 6.0  # times what chance would do, and what the other sites have: told
+GIANT = 1000.0  # times the examples of all other sites together: refused
+ROUNDED = 1e-7  # relative: what a sum may be rounded by when something was taken out
+ENOUGH = 5  # examples, or sites, for something to be sure
+CENTRAL = 0.4  # of the weight is trimmed at either end
+
+
+class Comparison(NamedTuple):
+    """A site beside the others."""
+
+    scale: float | None  # None where there is nothing to compare
+    spread: float | None
+    scales: dict[int, float]  # of each class, where its scatter is known
+    distance: dict[int, float]  # of each class mean
+    taken: dict[tuple[int, int], tuple[float, float]]  # of (class, other): place on the way, standard deviation
+    drift: float | None
+    negative: float  # share of the squared means that is negative, where no other site's are
+    others: int  # sites that it is compared with
+
+
+class Reference(NamedTuple):
+    """What the others have in common."""
+
+    centre: Tensor  # (C, d)
+    weight: Tensor  # (C,) how many examples that is worth; 0 where nobody has the class
+    variance: Tensor  # (d,)
+    traces: Tensor | None  # (C,) variance of each class, summed over features
+
+
+def doubts_of(sites: Sequence[Summary]) -> list[Doubt]:
+    """All that is odd about some sites' statistics, worst first."""
+    found = [doubt for site in sites for doubt in site.doubts]
+    same = {(site.form == "none", site.transform, tuple(site.mean.shape)) for site in sites}
+    if len(sites) > 1 and len(same) == 1:
+        alone = {doubt.site for doubt in found if doubt.severity != WARN}
+        first = _beside(sites, alone)
+        second = _beside(sites, alone | {doubt.site for doubt in first if doubt.severity != WARN})
+        found += second if any(doubt.severity != WARN for doubt in second) else first
+        found += _giants(sites)
+    order = (IMPOSSIBLE, REFUSE, WARN)
+    return sorted(found, key=lambda doubt: order.index(doubt.severity))
+
+
+def doubts_about(sites: Sequence[FeatureStats]) -> list[Doubt]:
+    """All that is odd about the statistics of some sites, in memory."""
+    return doubts_of([summary_of(site, f"site {number}") for number, site in enumerate(sites)])
+
+
+def check_sum(total: FeatureStats, removed: bool, step: float = 0.0) -> None:
+    """Check a sum again, once all is added and taken out: it must be the moments of some examples too. `step` is the
+    relative rounding of what was added.
+    """
+    name = "the sum of the files" + (" less those of --without" if removed else "")
+    if removed:  # which alone can leave what is not semidefinite; adding can't
+        from unskew.statistics_file import check
+
+        check(total, name)
+    summary = summary_of(total, name, max(step, ROUNDED))
+    check_plausible([doubt for doubt in summary.doubts if doubt.what != "rank"], ())
+    if float(total.count.sum()) > 2**53 or (total.right is not None and total.right < 0):
+        raise DataError(f"{name}: it counts {float(total.count.sum()):g} examples, {total.right} of them right")
+
+
+def check_plausible(doubts: Sequence[Doubt], accepted: Sequence[str], labels: tuple[str, ...] | None = None) -> None:
+    """Refuse what is doubted, unless the site is accepted; what no data can be can't be accepted."""
+    serious = [doubt for doubt in doubts if doubt.severity == IMPOSSIBLE]
+    serious += [doubt for doubt in doubts if doubt.severity == REFUSE and doubt.site not in accepted]
+    if not serious:
+        return
+    first = serious[0]
+    more = sorted({doubt.site for doubt in serious[1:]} - {first.site})
+    also = f" (doubted too: {', '.join(more[:5])}{', ...' if len(more) > 5 else ''})" if more else ""
+    remedy = (
+        "no data have such moments: ask the site to collect again, or leave the file out"
+        if first.severity == IMPOSSIBLE
+        else f"ask the site, leave the file out, or go on with --accept {first.site}"
+    )
+    raise DataError(f"{first.named(labels)}. {remedy[0].upper()}{remedy[1:]}{also}")
+
+
+def _beside(sites: Sequence[Summary], suspects: Collection[str]) -> list[Doubt]:
+    """What is odd about each site beside those that are not suspected; beside all, where too few are not."""
+    trusted = [site for site in sites if site.site not in suspects]
+    trusted = trusted if len(trusted) > 1 else list(sites)
+    among = list(comparisons(trusted))
+    found: list[Doubt] = []
+    for number, (site, comparison) in enumerate(zip(trusted, among, strict=True)):
+        found += _judged(site, comparison, among[:number] + among[number + 1 :])
+    for site in sites:
+        if all(site is not other for other in trusted):
+            *_, own = comparisons([*trusted, site])
+            found += _judged(site, own, among)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- comparing
+
+
+def comparisons(sites: Sequence[Summary]) -> Iterator[Comparison]:
+    """Each site beside the others."""
+    counts = torch.stack([site.counts for site in sites])
+    positive = [_negative(site) <= 1e-12 for site in sites]
+    for number, (site, reference) in enumerate(zip(sites, _references(sites, counts), strict=True)):
+        lone = len(sites) > 2 and all(positive[:number]) and all(positive[number + 1 :]) and site.mean.shape[1] >= 8
+        yield _compared(site, reference, _negative(site) if lone else 0.0, len(sites) - 1)
+
+
+def _references(sites: Sequence[Summary], counts: Tensor) -> Iterator[Reference]:
+    """What the others of each site have in common. Where many have a class, it is what all have, the site among them:
+    one of many moves a trimmed mean by nothing that matters.
+    """
+    classes = len(sites[0].mean)
+    shared, weight = torch.zeros_like(sites[0].mean), counts.new_zeros(classes)
+    few: dict[int, list[int]] = {}
+    for label in range(classes):
+        have = counts[:, label].nonzero().flatten().tolist()
+        if len(have) >= ENOUGH:
+            shared[label], weight[label] = _central([sites[k].mean[label] for k in have], counts[have, label])
+        else:
+            few[label] = have
+    spread = variances(sites, counts)
+    traces = _class_traces(sites, counts)
+    for number in range(len(sites)):
+        centre, worth = shared.clone(), weight.clone()
+        for label, have in few.items():
+            rest = [k for k in have if k != number]
+            if rest:
+                centre[label], worth[label] = _central([sites[k].mean[label] for k in rest], counts[rest, label])
+        yield Reference(centre, worth, spread[number], traces)
+
+
+def _central(values: Sequence[Tensor], counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The trimmed mean of several sites' values, and how many examples that is worth."""
+    weight = counts.clamp(max=2 * float(counts.median()))
+    return trimmed_mean(torch.stack(list(values)), weight, CENTRAL), weight.sum() ** 2 / (weight**2 / counts).sum()
+
+
+def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
+    """The variance of each feature within classes, (d,), as the others of each site have it. Where no scatter is known,
+    from how far the sites' means lie apart, the same for all features.
+    """
+    free = torch.tensor([site.free for site in sites], dtype=torch.float64)
+    able = [k for k, site in enumerate(sites) if site.squares is not None and free[k] > 0]
+    dimension = sites[0].mean.shape[1]
+
+    def variance(of: Sequence[int]) -> Tensor:
+        squares = [sites[k].squares for k in of]
+        rows = [row / free[k] for k, row in zip(of, squares, strict=True) if row is not None]
+        return _central(rows, free[list(of)])[0]
+
+    if len(able) > ENOUGH:
+        return [variance(able)] * len(sites)
+    if len(able) > 1 or (able and len(sites) > 1):
+        found = []
+        for number in range(len(sites)):
+            rest = [k for k in able if k != number]
+            found.append(variance(rest) if rest else torch.zeros(dimension, dtype=torch.float64))
+        return found
+    spreads = []
+    for label in range(counts.shape[1]):
+        have = counts[:, label].nonzero().flatten().tolist()
+        if len(have) > 1:
+            centre, _ = _central([sites[k].mean[label] for k in have], counts[have, label])
+            spreads += [float(counts[k, label] * ((sites[k].mean[label] - centre) ** 2).sum()) for k in have]
+    return [torch.full((dimension,), (statistics.median(spreads) if spreads else 0.0) / dimension, dtype=torch.float64)
+            ] * len(sites)  # fmt: skip
+
+
+def _class_traces(sites: Sequence[Summary], counts: Tensor) -> Tensor | None:
+    """The variance of each class, summed over features, as all sites have it; zero where nobody knows."""
+    if any(len(site.traces) != len(site.counts) or len(site.counts) == 1 for site in sites):
+        return None
+    traces = torch.stack([site.traces for site in sites])
+    found = counts.new_zeros(counts.shape[1])
+    for label in range(counts.shape[1]):
+        have = (counts[:, label] > 1).nonzero().flatten()
+        if len(have):
+            free = counts[have, label] - 1
+            found[label] = _central(list(traces[have, label] / free), free)[0]
+    return found
+
+
+def _compared(site: Summary, reference: Reference, negative: float, others: int) -> Comparison:
+    count, mean = site.counts, site.mean
+    centre, worth, variance = reference.centre, reference.weight, reference.variance
+    there, known = count > 0, worth > 0
+    both = there & known
+    if not known.any() or not there.any():
+        return Comparison(None, None, {}, {}, {}, None, negative, others)
+    total = float(variance.sum())
+    lengths = (centre**2).sum(1)
+    lengths = torch.where(known, lengths, (lengths * worth).sum() / worth.sum())
+    own = (mean**2).sum(1)
+    scatter = None if site.squares is None else float(site.squares.sum())
+    present = float(there.sum()) if scatter is None else site.examples
+    found = float(count @ own) + (scatter or 0.0)
+    expected = float(count @ lengths) + total * present
+    scale = found / expected if expected > 0 else None
+    spread = scatter / site.free / total if scatter is not None and site.free >= ENOUGH and total > 0 else None
+    noise = torch.where(both, 1 / count.clamp(min=1) + 1 / worth.clamp(min=1), 0.0)
+    apart = ((mean - centre) ** 2).sum(1)
+    widest = float(torch.pdist(centre[known]).amax() ** 2) if int(known.sum()) > 1 else 0.0
+    room = max(widest, total) + total * noise
+    distance = {k: float(apart[k] / room[k]) for k in both.nonzero().flatten().tolist() if room[k] > 0}
+    chance = total * float(noise.sum())
+    drift = float(apart[both].sum()) / chance if chance > 0 else None
+    classes: dict[int, float] = {}
+    if reference.traces is not None:
+        for label in both.nonzero().flatten().tolist():
+            size = float(own[label] + site.traces[label] / count[label])
+            usual = float(lengths[label] + (reference.traces[label] if reference.traces[label] > 0 else total))
+            if usual > 0:
+                classes[label] = size / usual
+    return Comparison(scale, spread, classes, distance, _taken(site, reference, noise, both), drift, negative, others)
+
+
+def _taken(
+    site: Summary, reference: Reference, noise: Tensor, both: Tensor
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """For each class of a site and the other class that it is nearest to: where its mean lies on the way there, in
+    units of each feature's deviation, and how sure that is.
+    """
+    known = (reference.weight >= ENOUGH).nonzero().flatten()
+    rows = (both & (site.counts >= ENOUGH) & (reference.weight >= ENOUGH)).nonzero().flatten()
+    variance = reference.variance
+    top = float(variance.max())
+    if len(known) < 2 or not len(rows) or not top > 0:
+        return {}
+    unit = variance.clamp(min=1e-6 * top).rsqrt()
+    centres, means = reference.centre * unit, site.mean[rows] * unit
+    from_own = ((means - centres[rows]) ** 2).sum(1)
+    from_all = torch.cdist(means, centres[known]) ** 2
+    way = torch.cdist(centres[rows], centres[known]) ** 2
+    place = 0.5 + (from_own[:, None] - from_all) / (2 * way.clamp(min=1e-300))
+    nearest = from_all.masked_fill((rows[:, None] == known) | (way <= 0), math.inf).argmin(1)
+    found = {}
+    for row, column in enumerate(nearest.tolist()):
+        if not way[row, column] > 0:
+            continue
+        label, other = int(rows[row]), int(known[column])
+        error = 1 / float(reference.weight[other]) + float(noise[label])
+        deviation = math.sqrt(error * _stretch(centres[other] - centres[label], site.mean.shape[1])
+                              / float(way[row, column]))  # fmt: skip
+        found[label, other] = float(place[row, column]), deviation
+    return found
+
+
+def _stretch(way: Tensor, dimension: int) -> float:
+    """How much more features may vary along a line than each by itself, where they vary together: at most as often as
+    there are features on that line.
+    """
+    return min(float(way.abs().sum() ** 2 / (way**2).sum().clamp(min=1e-300)), math.sqrt(dimension))
+
+
+def _negative(site: Summary) -> float:
+    """The share of a site's squared means that is negative."""
+    mean = site.mean[site.counts > 0]
+    return float((mean.clamp(max=0) ** 2).sum() / (mean**2).sum().clamp(min=1e-300))
+
+
+# ---------------------------------------------------------------------------------------------- judging
+
+
+def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> Iterator[Doubt]:
+    """What is odd about a site, from how it compares with the others, and they with each other."""
+    whose = (
+        "the other sites'" if found.others > 1 else "the only other site's (nobody can tell which of the two is odd)"
+    )
+    yield from _ratio(site, "scale", f"the mean squared length of its features over {whose}", found.scale,
+                      [other.scale for other in others], SCALE)  # fmt: skip
+    yield from _ratio(site, "spread", f"the variance of its features within classes over {whose}", found.spread,
+                      [other.spread for other in others], SPREAD)  # fmt: skip
+    for label, ratio in found.scales.items():
+        peers = [other.scales.get(label) for other in others]
+        room = SCALE * (1 + 2 / float(site.counts[label]))
+        yield from _ratio(site, "scale", f"the mean squared length of features over {whose}", ratio, peers, room, label)
+    for label, far in found.distance.items():
+        if far > DISTANCE:
+            told = f"the squared distance of the mean from {whose}, over that between classes"
+            yield Doubt(site.site, "distance", told, far, f"at most {DISTANCE}", REFUSE, (label,))
+    if found.negative > NEGATIVE:
+        told = "the negative share of its squared means, where no other site has any"
+        yield Doubt(site.site, "sign", told, found.negative, f"at most {NEGATIVE}", REFUSE)
+    yield from _labels(site, found)
+    usual = [other.drift for other in others if other.drift is not None]
+    limit = DRIFT * max(1.0, statistics.median(usual) if usual else 1.0)
+    if found.drift is not None and found.drift > limit:
+        told = f"the squared distance of its class means from {whose}, over what chance would do"
+        expected = f"at most {limit:.3g}: its features differ, or its counts are too large"
+        yield Doubt(site.site, "drift", told, found.drift, expected, WARN)
+
+
+def _ratio(
+    site: Summary, what: str, told: str, ratio: float | None, peers: Sequence[float | None], limit: float,
+    label: int | None = None,
+) -> Iterator[Doubt]:  # fmt: skip
+    """A ratio that should be about 1: beyond the limit, and beyond what the others differ by among each other."""
+    if ratio is None:
+        return
+    logs = [math.log(peer) for peer in peers if peer is not None and peer > 0]
+    typical = 1.4826 * statistics.median(abs(value) for value in logs) if len(logs) > 1 else 0.0
+    off = abs(math.log(ratio)) if ratio > 0 else math.inf
+    for severity, bound in ((REFUSE, math.log(limit)), (WARN, math.log(min(limit, ODD * limit / SCALE)))):
+        most = max(bound, 6 * typical)
+        if off > most:
+            labels = () if label is None else (label,)
+            yield Doubt(
+                site.site,
+                what,
+                told,
+                ratio,
+                f"between {math.exp(-most):.2g} and {math.exp(most):.2g}",
+                severity,
+                labels,
+            )
+            return
+
+
+def _labels(site: Summary, found: Comparison) -> Iterator[Doubt]:
+    """Classes whose examples look like another class's."""
+    clear = {pair: place for pair, (place, deviation) in found.taken.items()
+             if place > TAKEN and place - 0.5 > SURE * deviation and place < 2 - TAKEN}  # fmt: skip
+    seen: set[int] = set()
+    for (label, other), place in clear.items():
+        if label in seen:
+            continue
+        swapped = (other, label) in clear
+        seen |= {label, other} if swapped else {label}
+        what = "swapped classes" if swapped else "wrong class"
+        told = "the share of the way from its own class to the other that the mean has gone"
+        severity = REFUSE if swapped or len(clear) >= MANY else WARN
+        yield Doubt(site.site, what, told, place, f"below {TAKEN}", severity, (label, other))
+
+
+def _giants(sites: Sequence[Summary]) -> Iterator[Doubt]:
+    total = sum(site.examples for site in sites)
+    for site in sites:
+        rest = total - site.examples
+        if rest > 0 and site.examples > GIANT * rest:
+            yield Doubt(site.site, "counts", "the number of its examples over that of all other sites together",
+                        site.examples / rest, f"at most {GIANT:g}", REFUSE)  # fmt: skip
