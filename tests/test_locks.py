@@ -176,6 +176,10 @@ def test_a_finished_run_is_read_by_anybody(data, tmp_path):
     assert unskew("run", *tiny(data), "--out", out).code == 0
     with folder_locked(out, ""):
         assert unskew("run", "--resume", "--out", out).code == 0
+        assert (out / locks.NAME).exists()
+    (out / locks.NAME).write_text("{}")  # of a process that was killed at the very end
+    assert unskew("run", "--resume", "--out", out).code == 0
+    assert not (out / locks.NAME).exists()
 
 
 def test_two_that_start_together(data, tmp_path):

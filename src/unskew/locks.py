@@ -62,6 +62,16 @@ def folder_locked(folder: Path, remedy: str) -> Iterator[None]:
         yield
 
 
+def tidy(folder: Path) -> None:
+    """Remove the lock's file of a process that was killed when its work was done, but for this."""
+    path = folder / NAME
+    with contextlib.suppress(OSError):  # perhaps the folder can only be read
+        file = _taken(path) if path.exists() else None
+        if file is not None:
+            path.unlink()
+            os.close(file)
+
+
 @contextlib.contextmanager
 def file_locked(path: Path, told: Callable[[str], None] = lambda holder: None) -> Iterator[None]:
     """Hold a file that others may be adding to; wait as long as they do. `told` hears once of whom we wait for."""

@@ -147,7 +147,8 @@ def load_round(path: Path, experiment: Experiment) -> Round:
         params, state = (
             each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state")
         )
-        return Round(params=params, state=state, clients=clients, cohort=tuple(about["cohort"]), seconds=0.0, **numbers)
+        cohort = tuple(about["cohort"])
+        return Round(params=params, state=state, clients=clients, cohort=cohort, seconds=0.0, **numbers)
 
 
 @contextlib.contextmanager

@@ -14,27 +14,22 @@ import functools
 import itertools
 import math
 import operator
-import os
-import platform
 import time
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
-from unskew import __version__
-from unskew.choice import Choice
-from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
+from unskew.costs import statistics_in_papers
 from unskew.data import Dataset, draw_crops, gather
 from unskew.dispatch import program, ranks, train_on_lanes
 from unskew.download import Progress
 from unskew.engine import at_home, installed
-from unskew.errors import DataError, UnskewError, UsageError, lookup
+from unskew.errors import UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.exchange import Algorithm
 from unskew.experiments.experiment import Experiment
@@ -61,14 +56,16 @@ from unskew.experiments.parts import (
     settled,
     ways_of,
 )
+from unskew.experiments.records import kept_of, round_of, scores_of, start_of
 from unskew.heads import Calibrator, calibrate
+from unskew.locks import tidy
 from unskew.machine import threads
 from unskew.methods import files_of
 from unskew.models import Split
 from unskew.optim import schedules
-from unskew.partition import Federation, table
+from unskew.partition import Federation
 from unskew.personal import Way, own as own_models, personal_models, score_personal
-from unskew.results import Record, appended, digest, rewrite, seal
+from unskew.results import Record, appended, rewrite
 from unskew.seeds import generator
 from unskew.simulate import Diverged, Round, Training, collect_all, rounds_of
 from unskew.specs import parse
@@ -200,6 +197,7 @@ class _Run:
         self.experiment, self.records = examine(experiment, out, resume)
         self.finished = ends(self.records)
         if self.finished:
+            tidy(out)
             return
         experiment = self.experiment
         self.makers, self.ways, method = calibrators_of(experiment), ways_of(experiment), method_of(experiment)
@@ -219,7 +217,7 @@ class _Run:
     def begun(self) -> list[Record]:
         """Take the folder, with what is there of an earlier attempt; the records so far."""
         with blaming(self.experiment.method):
-            start = _start(self.experiment, self.training, self.choice)
+            start = start_of(self.experiment, self.training, self.choice)
         if self.new:
             self.held.enter_context(taken(self.out))
             if holds_run(self.out):
@@ -230,7 +228,7 @@ class _Run:
         claim(self.experiment, self.out)
         self.last = self._found()
         reached = self.last.number if self.last else 0
-        self.records = _kept(self.records, reached, start, self.history) or [start]
+        self.records = kept_of(self.records, reached, start, self.history) or [start]
         self.kept = -math.inf, reached
         rewrite(self.history, self.records)
         return list(self.records)
@@ -252,8 +250,8 @@ class _Run:
     def reached(self, last: Round) -> Record:
         """Score a round and write it down."""
         evaluated = last.number % self.experiment.evaluate_every == 0 or last.number == self.experiment.rounds
-        scores = _record(_scored(self.training, last, self.local)) if evaluated else {}
-        self.records.append(appended(self.history, _round(last, scores)))  # before the checkpoint: no gap
+        scores = scores_of(_scored(self.training, last, self.local)) if evaluated else {}
+        self.records.append(appended(self.history, round_of(last, scores)))  # before the checkpoint: no gap
         self.last = last
         if time.monotonic() - self.kept[0] > KEEP_EVERY:
             self.close()
@@ -395,59 +393,7 @@ def blaming(*methods: str) -> Iterator[None]:
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------- records
-
-
-def _start(experiment: Experiment, training: Training, choice: Choice | None) -> Record:
-    """What was run, on what, and the bytes that a client receives and sends."""
-    model, federation = training.model, training.federation
-    sent = traffic(model, training.algorithm)
-    (down, up), (down_in_papers, up_in_papers) = sent.bytes(), sent.in_papers()
-    again = {}
-    if training.recalibrate:
-        calibrator, every = training.recalibrate
-        pair = recalibration_bytes(model, calibrator)
-        again = {"recalibration": {"every": every, "down": pair[0], "up": pair[1]}}
-    data, cuda = federation.data, experiment.device.startswith("cuda")
-    return {
-        "kind": "start",
-        "experiment": asdict(experiment),
-        "digest": experiment.digest,
-        "versions": {"unskew": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores",
-        "parameters": sum(value.numel() for value in model.parameters()),
-        "contents": {
-            "data": seal({"x": data.x, "y": data.y}, {}),
-            "network": seal(model.state_dict(), {}),
-            **{Path(file).name: digest(Path(file).read_text(encoding="utf-8")) for file in files_of(experiment.method)},
-        },
-        "bytes": {"down": down, "up": up, "down_in_papers": down_in_papers, "up_in_papers": up_in_papers, **again},
-        **({"picked": {"engine": choice.engine, "reason": choice.reason}} if choice else {}),
-        "labels": list(data.labels),
-        "table": table(data.y.cpu(), tuple(part.cpu() for part in federation.clients), data.classes).tolist(),
-    }
-
-
-def _round(round: Round, scores: Record) -> Record:
-    """What a round was like."""
-    return {"kind": "round", "round": round.number, "loss": round.loss, "lr": round.lr, "cohort": list(round.cohort),
-            **scores, "seconds": round.seconds}  # fmt: skip
-
-
-def _kept(records: list[Record], reached: int, start: Record, history: Path) -> list[Record]:
-    """The records of the rounds up to a checkpoint; refuse those of other data or another network."""
-    changed = [
-        key for key in ("labels", "table", "parameters", "contents") if records and records[0].get(key) != start[key]
-    ]
-    if changed:
-        raise DataError(f"{history}: the data or the network have changed since this run began ({', '.join(changed)})")
-    kept = [record for record in records if record["kind"] == "start" or record.get("round", math.inf) <= reached]
-    if [record.get("round") for record in kept[1:]] != list(range(1, reached + 1)):
-        checkpoint = history.with_name("checkpoint.safetensors")
-        raise DataError(
-            f"{history}: records of rounds before the checkpoint are lost; remove {checkpoint} to begin again"
-        )
-    return kept
+# ---------------------------------------------------------------------------------------------- scoring
 
 
 def _scored(training: Training, last: Round, local: bool) -> Scores:
@@ -473,12 +419,6 @@ def _beside(device: torch.device) -> Any:
     return torch.cuda.Stream(device)
 
 
-def _record(scores: Scores) -> Record:
-    """Scores for a record; None for a class without examples."""
-    per_class = [None if math.isnan(value) else value for value in scores.per_class]
-    return {"accuracy": scores.accuracy, "worst_class": scores.worst_class, "per_class": per_class}
-
-
 # ---------------------------------------------------------------------------------------------- after training
 
 
@@ -489,7 +429,7 @@ def _calibrations(
     data = federation.data
 
     def scored(model: Split) -> Record:
-        return _record(score(model, batches(data, test=True), data.classes))
+        return scores_of(score(model, batches(data, test=True), data.classes))
 
     if not makers and federation.tests:  # the last round and the personal models say all
         return

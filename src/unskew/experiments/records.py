@@ -1,0 +1,80 @@
+"""The records of a run: what was run on what, and what its rounds were like."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from unskew import __version__
+from unskew.choice import Choice
+from unskew.costs import recalibration_bytes, traffic
+from unskew.errors import DataError
+from unskew.evaluate import Scores
+from unskew.experiments.experiment import Experiment
+from unskew.methods import files_of
+from unskew.partition import table
+from unskew.results import Record, digest, seal
+from unskew.simulate import Round, Training
+
+
+def start_of(experiment: Experiment, training: Training, choice: Choice | None) -> Record:
+    """What was run, on what, and the bytes that a client receives and sends."""
+    model, federation = training.model, training.federation
+    sent = traffic(model, training.algorithm)
+    (down, up), (down_in_papers, up_in_papers) = sent.bytes(), sent.in_papers()
+    again = {}
+    if training.recalibrate:
+        calibrator, every = training.recalibrate
+        pair = recalibration_bytes(model, calibrator)
+        again = {"recalibration": {"every": every, "down": pair[0], "up": pair[1]}}
+    data, cuda = federation.data, experiment.device.startswith("cuda")
+    return {
+        "kind": "start",
+        "experiment": asdict(experiment),
+        "digest": experiment.digest,
+        "versions": {"unskew": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {os.cpu_count()} cores",
+        "parameters": sum(value.numel() for value in model.parameters()),
+        "contents": {
+            "data": seal({"x": data.x, "y": data.y}, {}),
+            "network": seal(model.state_dict(), {}),
+            **{Path(file).name: digest(Path(file).read_text(encoding="utf-8")) for file in files_of(experiment.method)},
+        },
+        "bytes": {"down": down, "up": up, "down_in_papers": down_in_papers, "up_in_papers": up_in_papers, **again},
+        **({"picked": {"engine": choice.engine, "reason": choice.reason}} if choice else {}),
+        "labels": list(data.labels),
+        "table": table(data.y.cpu(), tuple(part.cpu() for part in federation.clients), data.classes).tolist(),
+    }
+
+
+def round_of(round: Round, scores: Record) -> Record:
+    """What a round was like."""
+    return {"kind": "round", "round": round.number, "loss": round.loss, "lr": round.lr, "cohort": list(round.cohort),
+            **scores, "seconds": round.seconds}  # fmt: skip
+
+
+def kept_of(records: list[Record], reached: int, start: Record, history: Path) -> list[Record]:
+    """The records of the rounds up to a checkpoint; refuse those of other data or another network."""
+    changed = [
+        key for key in ("labels", "table", "parameters", "contents") if records and records[0].get(key) != start[key]
+    ]
+    if changed:
+        raise DataError(f"{history}: the data or the network have changed since this run began ({', '.join(changed)})")
+    kept = [record for record in records if record["kind"] == "start" or record.get("round", math.inf) <= reached]
+    if [record.get("round") for record in kept[1:]] != list(range(1, reached + 1)):
+        checkpoint = history.with_name("checkpoint.safetensors")
+        raise DataError(
+            f"{history}: records of rounds before the checkpoint are lost; remove {checkpoint} to begin again"
+        )
+    return kept
+
+
+def scores_of(scores: Scores) -> Record:
+    """Scores for a record; None for a class without examples."""
+    per_class = [None if math.isnan(value) else value for value in scores.per_class]
+    return {"accuracy": scores.accuracy, "worst_class": scores.worst_class, "per_class": per_class}
