@@ -5,9 +5,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test test-all test-models bench format golden wheel clean
+.PHONY: help demo test test-all test-models test-adversary bench format golden wheel clean
 help:  ## say what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.installed  ## train on skewed digits and calibrate: a minute after the installation
 	$(BIN)/unskew demo
@@ -25,6 +25,9 @@ test-all: $(VENV)/.developing  ## the same, with the large products of cases and
 	$(BIN)/python -m pytest -n 2
 	$(MAKE) test-models
 	$(MAKE) wheel
+
+test-adversary: $(VENV)/.developing  ## 20,000 mutated files, lying sites, 200 kills; figures to docs/promises.md: 20 minutes
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m adversary --mutants 20000 --kills 200 --out $(CURDIR)/docs/promises.md
 
 test-models: build/models/.installed  ## what needs torchvision, timm, transformers or pyarrow, in an environment of its own
 	build/models/bin/python -m pytest -n 2 tests/test_zoo.py tests/test_foreign.py tests/test_foreign_preparation.py tests/test_images.py tests/test_sites.py
