@@ -67,9 +67,14 @@ def subprocess_of(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
     """Start a command as a user would."""
     command = [sys.executable, "-m", "unskew", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # a background job of a shell ignores Ctrl-C, and so would what it starts
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
-    return subprocess.Popen(command, env=ENVIRONMENT, **pipes, **heard, **options)
+    options = {"env": ENVIRONMENT, "preexec_fn": _hearing, **pipes, **options}
+    return subprocess.Popen(command, **options)
+
+
+def _hearing() -> None:
+    """Heed signals: a background job of a shell ignores Ctrl-C, one of nohup a lost terminal, and so would this."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def child_of(arguments: list[str], errors: Path, largest_file: int | None = None) -> multiprocessing.Process:
@@ -84,6 +89,7 @@ def _in_child(arguments: list[str], errors: Path, largest_file: int | None) -> N
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     torch.set_num_threads(1)
+    _hearing()
     answer = unskew(*arguments)
     errors.write_text(answer.err)
     sys.exit(answer.code)

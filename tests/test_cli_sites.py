@@ -760,7 +760,7 @@ def test_ctrl_c_leaves_nothing_behind(work):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "stopped" in err
     assert not list(work.glob("*.stats*"))
     assert not list(work.glob(".*tmp"))

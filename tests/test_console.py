@@ -163,7 +163,7 @@ def test_scores_and_votes_are_whole_at_any_width(tmp_path, monkeypatch, columns)
     model = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
     collect = ("stats", *model, "--data", "a", *MEAN, *STD, "--out", "a.stats")
     propose = ("calibrate", *model[:4], "--stats", "a.stats", "--propose", "heads")
-    score = ("evaluate", *model[:4], "--data", "a", "--heads", "heads", "--out", "a.answer")
+    score = ("evaluate", *model[:4], "--data", "a", "--heads", "heads", "--stats", "a.stats", "--out", "a.answer")
     vote = ("calibrate", *model[:4], "--stats", "a.stats", "--heads", "heads", "--validate", "a.answer", "--out", "b")
     for command in (collect, propose, score, vote):
         answer = unskew(*command, columns=columns)
@@ -275,7 +275,7 @@ def test_no_command_lets_them_through(nasty):
     heads, answers = "heads\x1b", ["a\x1b.answer", "b\x1b.answer"]
     sites = (*model, "--skip-damaged", "--data")
     collect = [("stats", *sites, site, "--out", out) for site, out in zip((a, b), files, strict=True)]
-    answer = [("evaluate", *sites, site, "--heads", heads) for site in (a, b)]
+    answer = [("evaluate", *sites, site, "--heads", heads, "--stats", f"{site}.stats") for site in (a, b)]
     score = [(*command, "--out", out) for command, out in zip(answer, answers, strict=True)]
     worked = [
         *collect,

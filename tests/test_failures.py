@@ -103,7 +103,7 @@ def test_what_the_system_lacks_is_said_with_a_remedy(here, inspecting, error, wo
 
 def test_ctrl_c_is_no_error(here, inspecting):
     answer = inspecting(KeyboardInterrupt())
-    assert (answer.code, answer.err) == (1, "error: stopped")
+    assert (answer.code, answer.err) == (130, "error: stopped")
     assert not (here / "kept").exists()
 
 

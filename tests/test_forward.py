@@ -167,13 +167,14 @@ def test_sizes_that_are_usual_are_allowed():
 
 
 def test_a_task_says_what_inputs_are(files, tmp_path):
+    nonce = 32 * "a"
+    stats = FeatureStats.load(files[3])
+    replace(stats, origin=replace(stats.origin, nonce=nonce)).save(files[3])
     (tmp_path / "task.toml").write_text(
-        f'version = 1\nnonce = "{32 * "a"}"\n[model]\nmodel = "net.py:Net"\n'
+        f'version = 1\nnonce = "{nonce}"\n[model]\nmodel = "net.py:Net"\n'
         '[data]\npreparation = "image_size=8 channels=3"\n'
         '[files]\n"net.py" = "' + hashlib.sha256(NET.encode()).hexdigest() + '"\n'
     )
-    odd = FeatureStats.load(files[3])
-    replace(odd, origin=replace(odd.origin, nonce=32 * "a")).save(files[3])
     answer = unskew("calibrate", "--task", "task.toml", "--trust", "--stats", files[3], "--out", "x")
     assert "site_3.stats: its inputs are float32[3,6000,6000], but task.toml makes them float32[3,8,8]" in answer.err
     assert not sizes()

@@ -21,9 +21,8 @@ def work(tmp_path, monkeypatch):
         assert unskew("stats", *MODEL, *PREPARED, "--data", "a", "--hold-out", 0.2, "--out", name).code == 0
     propose = ("calibrate", *MODEL[:4], "--stats", "a.stats", "--propose", "heads.safetensors")
     assert unskew(*propose).code == 0
-    answer = ("evaluate", *MODEL[:4], "--data", "a", "--heads", "heads.safetensors", "--stats", "a.stats",
-              "--hold-out", 0.2)  # fmt: skip
-    assert unskew(*answer, "--out", "a.answer").code == 0
+    answer = ("evaluate", *MODEL[:4], "--data", "a", "--heads", "heads.safetensors", "--hold-out", 0.2)
+    assert unskew(*answer, "--stats", "a.stats", "--out", "a.answer").code == 0
     assert unskew("task", *MODEL, *PREPARED, "--image-size", 6, "--channels", 1).code == 0
     Path("prior.txt").write_text("1 1 1")
     blobs(tmp_path / "blobs.npz")
@@ -43,9 +42,8 @@ COMMANDS = {  # each with the option that writes, and what it reads
     "propose": ((*CALIBRATE[:-2], "--force"), "--propose", ("a.stats", "global.safetensors")),
     "without": ((*CALIBRATE, "--without", "b.stats", "--force"), "--out", ("b.stats",)),
     "validate": ((*CHOOSE, "--force"), "--out", ("heads.safetensors", "a.answer", "a.stats")),
-    "evaluate": (("evaluate", *MODEL[:4], "--data", "a", "--heads", "heads.safetensors", "--stats",
-                  "a.stats", "--force"), "--out",
-                 ("heads.safetensors", "net.py", "a/ant/000.png")),
+    "evaluate": (("evaluate", *MODEL[:4], "--data", "a", "--heads", "heads.safetensors", "--stats", "a.stats",
+                  "--force"), "--out", ("heads.safetensors", "net.py", "a.stats", "a/ant/000.png")),
     "task": (("task", *MODEL, *PREPARED, "--force"), "--out", ("net.py", "names.txt", "global.safetensors")),
     "partition": (("partition", "--data", "blobs.npz", "--clients", 2), "--plot", ("blobs.npz",)),
 }  # fmt: skip

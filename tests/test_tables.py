@@ -159,7 +159,7 @@ def test_ctrl_c_ends_a_table_at_once_and_says_how_to_go_on(tmp_path):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert "of 110 runs; the same command goes on with the rest" in err
     assert "Traceback" not in err
     assert not (tmp_path / "t.md").exists()

@@ -8,6 +8,7 @@ remove that file after a measurement on a busy machine.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -27,14 +28,14 @@ from unskew.engine import Engine
 from unskew.errors import DataError, UsageError
 from unskew.files import read_json, reading
 from unskew.kernels import fusible
-from unskew.lanes import FORMS, Lanes, precise
+from unskew.lanes import FORMS, SMALL, Lanes, precise
+from unskew.locks import file_locked
 from unskew.results import digest, write_text
 from unskew.simulate import Trainer, Training, rounds_of
 from unskew.timetable import Cost, choose, estimated
 from unskew.workers import check_workers, known_engines
 
 WORTH = 5_000  # client-steps in all from which on a measurement pays
-SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 MARGIN = 1.05  # an engine has to be this much faster than a simpler one
 PREPARING = 60.0  # seconds that lanes take to compile their steps
 TURNS = 3  # of each engine; the best counts, for others may use the machine too
@@ -169,14 +170,14 @@ def _remembered(run: Training, precision: str, measure: Callable[[], dict[str, f
         "threads": torch.get_num_threads(), "torch": torch.__version__, "unskew": __version__,
     })  # fmt: skip
     known = _read(path)
-    if key not in known:
-        known = {**known, key: measure()}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(known, indent=1) + "\n")
-        except OSError:  # a home that can't be written to: measured again another time
-            pass
-    return known[key]
+    if key in known:
+        return known[key]
+    speeds = measure()
+    with contextlib.suppress(OSError):  # a home that can't be written to: measured again another time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with file_locked(path):  # others may have measured meanwhile
+            write_text(path, json.dumps({**_read(path), key: speeds}, indent=1, sort_keys=True) + "\n")
+    return speeds
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:

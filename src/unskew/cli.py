@@ -1,8 +1,8 @@
 """The command line: `unskew run`, `demo`, `table`, `list`, `partition`; `cli_sites` and `cli_server` have the others.
 
 Options of `run` are made from the fields of `Experiment`, so that they, TOML files and records on disk can't differ.
-Exit codes: 0 done, 1 failed (or stopped by Ctrl-C, with the way to go on), 2 wrong use. Torch is imported by the
-commands, not here.
+Exit codes: 0 done, 1 failed, 2 wrong use; stopped by Ctrl-C 130, by SIGTERM 143, with the way to go on. Torch is
+imported by the commands, not here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich import table as drawn
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
 from rich.text import Text
 
-from unskew import __version__, limits
+from unskew import __version__, limits, locks
 from unskew.cli_keys import key
 from unskew.cli_options import Everywhere, check_free, inputs_of, note, probe_folder
 from unskew.cli_server import calibrate
@@ -51,6 +51,7 @@ from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
 from unskew.failures import answered, failed, told
 from unskew.results import Record
 from unskew.specs import defaults_of, without_folders
+from unskew.stopping import exit_code, heeding
 from unskew.timetable import Usage
 
 DEMO = Experiment(
@@ -81,7 +82,9 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that knows no arrow shows a question mark
     warnings.showwarning = _noted
     logging.getLogger("unskew").handlers = [_Notes()]
-    sys.exit(answered(lambda: app(prog_name="unskew", standalone_mode=False)))
+    with heeding():
+        code = answered(lambda: app(prog_name="unskew", standalone_mode=False))
+    sys.exit(code)
 
 
 class _Notes(logging.Handler):
@@ -235,8 +238,9 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
         reason = "" if isinstance(error, KeyboardInterrupt) else f"{told(error)}; "
         trust = " --trust" if experiment.code else ""
         remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}{trust}"
+        code = exit_code(error) if isinstance(error, KeyboardInterrupt) else 1
         raise click.exceptions.Exit(
-            failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}")
+            failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}", code)
         ) from None
     return records
 
@@ -312,31 +316,24 @@ def demo(seed: int, seeds: int, out: Path) -> None:
 
 def _remove_demo(folder: Path) -> None:
     """Remove an earlier demo, and nothing else."""
-    from unskew.experiments.folder import holds_run, stored
+    from unskew.experiments.folder import holds_run, stored, taken
 
     if not holds_run(folder):
         return
-    held = asdict(stored(folder))
-    free = {
-        "seed",
-        "cut_seed",
-        "device",
-        "engine",
-        "threads",
-        "model",
-        "lanes",
-        "form",
-    }  # what differs between demos
-    written = re.compile(
-        r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
-        r"|(labels|history|per_class|personal)\.png|\..*\.tmp"
-    )
-    strange = [path.name for path in folder.iterdir() if not written.fullmatch(path.name)]
-    if strange or any(held[name] != value for name, value in asdict(DEMO).items() if name not in free):
-        what = f"{', '.join(strange)}, which no demo wrote" if strange else "a run that is no demo"
-        raise UsageError(f"{folder} holds {what}: choose another --out")
-    for path in folder.iterdir():
-        path.unlink()
+    with taken(folder):
+        held = asdict(stored(folder))
+        free = {"seed", "cut_seed", "device", "engine", "threads", "model", "lanes", "form"}  # differ between demos
+        written = re.compile(
+            r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
+            r"|(labels|history|per_class|personal)\.png|\..*\.tmp|\.lock"
+        )
+        strange = [path.name for path in folder.iterdir() if not written.fullmatch(path.name)]
+        if strange or any(held[name] != value for name, value in asdict(DEMO).items() if name not in free):
+            what = f"{', '.join(strange)}, which no demo wrote" if strange else "a run that is no demo"
+            raise UsageError(f"{folder} holds {what}: choose another --out")
+        for path in folder.iterdir():
+            if path.name != locks.NAME:
+                path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------- table
@@ -380,9 +377,9 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
                 if not progress.console.is_terminal:
                     done = f"{result.row}, seed {result.seed}"
                     tell(f"run {len(results)} of {total}: {done}")
-        except KeyboardInterrupt:
-            stopped = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
-            raise click.exceptions.Exit(failed(stopped)) from None
+        except KeyboardInterrupt as stopped:
+            told_how = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
+            raise click.exceptions.Exit(failed(told_how, exit_code(stopped))) from None
     page = markdown(name, table, results)
     for line in page.splitlines():
         show(line, whole=True)

@@ -82,7 +82,7 @@ def calibrate(**options: Any) -> None:
     wish = Wish(**{name: options.pop(name) for name in Wish._fields})
     _check_wish(wish)
     asked = asked_for(options)
-    read = inputs_of({**asked.values, "prior": wish.prior, "heads": wish.heads, "sign": wish.sign})
+    read = inputs_of({**asked.values, "prior": wish.prior, "heads": wish.heads, "sign": wish.sign, "sites": wish.sites})
     check_free(wish.written, wish.force, [*read, *wish.files, *wish.sums, *wish.without, *wish.validate])
     logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
     sent = _sent(wish, asked)

@@ -5,6 +5,9 @@ waits, of whatever run. So a straggler with half of the data leaves no lane idle
 lanes, however many clients there are: what clients keep between rounds lies on the host. (Several processes hold all
 uploads of a round while they exchange them.)
 
+Uploads are added in the order of the cohort, whoever finishes first: one that comes early waits for those before it, on
+the host where many do. So a run's bits do not depend on the runs beside it, nor on where it stopped and went on.
+
 Runs can share lanes when their local step is the same program: the same network, data, batch and the same functions
 of their algorithms. Seeds, cuts, learning rates, `numbers` such as FedProx's mu, rounds and the server's side may
 differ. The results are those of `sequential` up to rounding: each client's batches come from its own plan.
@@ -38,11 +41,13 @@ from unskew.errors import UsageError
 from unskew.exchange import Client
 from unskew.lanes import SHORT, Lanes, Rows, form_of, precise
 from unskew.machine import keep_pages
+from unskew.seeds import derive
 from unskew.simulate import Diverged, Round, Training
 from unskew.timetable import Add, Load, Move, Step, Usage, Visit, bound, choose, ladder_of, schedule
-from unskew.tree import Tree, each, pick, prefix, rows, under
+from unskew.tree import Tree, each, pick, prefix, rows, stack, under
 
 HUGE = 2_000_000  # parameters of a network of which a few lanes fill a GPU
+TOGETHER = 16  # uploads that are added at once on a GPU, counted in the cohort's order; on a CPU one after the other
 PIECES = 64  # of work that the plans of many clients are made in
 COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
 
@@ -231,6 +236,8 @@ class Carrier:
         self.diverged: dict[int, Diverged] = {}
         self.began = [time.perf_counter()] * len(runs)
         self.sums: list[Any] = [None] * len(runs)
+        self.early: list[dict[int, Tree]] = [{} for _ in runs]  # uploads by place in the cohort, until their turn comes
+        self.added = [0] * len(runs)  # uploads that are in the sum
         self.forms: dict[int, Rows] = {}
         for run in range(len(runs)):
             self._ahead(run, 0)
@@ -244,7 +251,7 @@ class Carrier:
         if last.number >= training.rounds:
             return
         round = last.number + 1 - self.first[run]
-        self.sums[run] = training.sum.begin(self.cohorts[run][round])
+        self.sums[run], self.added[run] = training.sum.begin(self.cohorts[run][round]), 0
         self.servers.write(run, last.params)
         self.states.write(run, pick(last.state, training.algorithm.sent))
         self.began[run] = time.perf_counter()
@@ -273,7 +280,8 @@ class Carrier:
         for visit in visits:
             training = self.runs[visit.run]
             sgd = training.sgd(self.first[visit.run] + visit.round)
-            given.append({**training.algorithm.numbers, **sgd._asdict(), "count": visit.steps})
+            noise = derive(training.seed, "noise", self.first[visit.run] + visit.round, self._id(visit))
+            given.append({**training.algorithm.numbers, **sgd._asdict(), "count": visit.steps, "noise": noise})
         planned = [self.plans.pop((visit.run, visit.round, visit.place)) for visit in visits]
         plans = [made.result()[place] for made, place in planned]
         of = self.lanes.sent(torch.tensor([visit.run for visit in visits]))
@@ -292,19 +300,41 @@ class Carrier:
         return self.cohorts[visit.run][visit.round][visit.place]
 
     def add(self, adds: Sequence[Add]) -> None:
-        """Take clients off their lanes, run by run."""
+        """Take clients off their lanes, run by run; on a CPU one by one, lest bits depend on who finishes together."""
         for run, some in itertools.groupby(sorted(adds, key=lambda add: add.visit.run), lambda add: add.visit.run):
             group = list(some)
-            training, visits = self.runs[run], [visit for _, visit in group]
-            sgd, ids = training.sgd(self.first[run] + visits[0].round), [self._id(visit) for visit in visits]
-            sizes = [training.federation.sizes[id] for id in ids]
-            uploads, kept, losses = self.lanes.finish(training, [lane for lane, _ in group], sgd, sizes)
-            losses = losses / self.lanes.sent(torch.tensor([visit.steps for visit in visits], dtype=losses.dtype))
-            if self.processes == 1:
-                self.sums[run] = training.sum.add(self.sums[run], ids, uploads)
-                self._keep(run, ids, kept)
-                uploads, kept = {}, kept[:0]
-            self.finished[run].append(Finished([visit.place for visit in visits], uploads, kept, losses))
+            for part in [group] if self.cuda else [[one] for one in group]:
+                self._finish(run, part)
+
+    def _finish(self, run: int, group: Sequence[Add]) -> None:
+        """Take clients of one run off their lanes."""
+        training, visits = self.runs[run], [visit for _, visit in group]
+        sgd, ids = training.sgd(self.first[run] + visits[0].round), [self._id(visit) for visit in visits]
+        sizes = [training.federation.sizes[id] for id in ids]
+        uploads, kept, losses = self.lanes.finish(training, [lane for lane, _ in group], sgd, sizes)
+        places = [visit.place for visit in visits]
+        if self.processes == 1:
+            self._come(run, places, uploads)
+            self._keep(run, ids, kept)
+            uploads, kept = {}, kept[:0]
+        self.finished[run].append(Finished(places, uploads, kept, losses))
+
+    def _come(self, run: int, places: Sequence[int], uploads: Tree) -> None:
+        """Add uploads whose turn has come; the others wait."""
+        ids, early = self.cohorts[run][self.last[run].number + 1 - self.first[run]], self.early[run]
+        full = self.cuda and sum(map(len, self.early)) > 2 * len(self.lanes.buffers["loss"])
+        for row, place in enumerate(places):
+            early[place] = each(self._homeward, rows(uploads, row)) if full else rows(uploads, row)
+        while self.added[run] < len(ids):
+            turn = range(self.added[run], min(self.added[run] + (TOGETHER if self.cuda else 1), len(ids)))
+            if not all(place in early for place in turn):
+                break
+            there = [each(self._here, early.pop(place)) for place in turn]
+            self.sums[run] = self.runs[run].sum.add(self.sums[run], [ids[place] for place in turn], stack(there))
+            self.added[run] = turn.stop
+
+    def _here(self, value: Tensor) -> Tensor:
+        return value.to(self.lanes.device, non_blocking=True)
 
     def _keep(self, run: int, ids: Sequence[int], kept: Tensor) -> None:
         """Bring home what clients keep."""
@@ -342,7 +372,7 @@ class Carrier:
 
         def judge() -> Round:
             finite, *losses = told.tolist()
-            ordered = [loss for _, loss in sorted(zip(places, losses, strict=True))]
+            ordered = [loss / max(training.count(ids[at]), 1) for at, loss in sorted(zip(places, losses, strict=True))]
             return training.judged(round, ordered, bool(finite), began)
 
         self.pending.append(Settled(run, ready, judge))
@@ -367,7 +397,7 @@ class Carrier:
         for place in range(len(ids)):  # plans of other processes' lanes, which nobody here has taken
             self.plans.pop((run, self.last[run].number + 1 - self.first[run], place), None)
         trees = form.trees(sent)
-        self.sums[run] = self.runs[run].sum.add(self.sums[run], ids, under("upload", trees))
+        self._come(run, range(len(ids)), under("upload", trees))
         self._keep(run, ids, trees["kept"])
         return Finished(list(range(len(ids))), {}, trees["kept"], trees["loss"])
 
@@ -421,7 +451,7 @@ class Finished(NamedTuple):
     places: list[int]  # in the cohort
     uploads: Tree  # stacked, where there are several processes; else they have been added already
     kept: Tensor  # rows, likewise
-    losses: Tensor  # means over their steps
+    losses: Tensor  # sums over their steps
 
 
 def _itself(round: Round) -> Round:

@@ -23,7 +23,9 @@ from urllib.request import Request, urlopen
 from unskew import limits
 from unskew.errors import DataError, lookup
 from unskew.files import open_regular
+from unskew.locks import file_locked
 
+log = logging.getLogger(__name__)
 Progress = Callable[[int, int | None], None]  # (bytes so far, bytes in all or None when the server doesn't say)
 
 CHUNK = 1 << 18
@@ -102,16 +104,22 @@ def fetch(url: str, path: Path, checksum: str | None = None, progress: Progress 
 
     `checksum` is `md5:...` or `sha256:...` as published; without one a warning is logged that the file is
     unverified. `progress(done, total)` is called after each piece, in bytes. A broken transfer leaves
-    `<path>.part` behind; the next call goes on from there if the server can (HTTP Range), or begins again.
+    `<path>.part` behind; the next call goes on from there if the server can (HTTP Range), or begins again. A file that
+    another process is bringing is waited for.
     """
     path = Path(path)
     algorithm = checksum.partition(":")[0] if checksum else None
     if algorithm is not None:
         lookup("checksum", algorithm, _HASHES)
-    part = path.with_name(path.name + ".part")
+    part, there = path.with_name(path.name + ".part"), path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _receive(url, part, progress)
+        with file_locked(path, lambda holder: log.warning("waiting for %s, which is downloading %s", holder, path)):
+            if path.exists() and not there and (algorithm is None or checksum_of(path, algorithm) == checksum):
+                return path  # another process has brought it meanwhile
+            _receive(url, part, progress)
+            _check(url, part, path, checksum)
+            os.replace(part, path)
     except (OSError, HTTPException) as error:
         # OSError covers the network (no route, refused, timed out, 404) as well as a full disk.
         kept = f" What has arrived is kept in {part}; the next try goes on from there." if part.exists() else ""
@@ -119,16 +127,19 @@ def fetch(url: str, path: Path, checksum: str | None = None, progress: Progress 
             f"could not download {url}: {error}. Try again, or download that file by hand and put it at "
             f"{path.absolute()}.{kept}"
         ) from error
-    if algorithm is None:
-        logging.getLogger(__name__).warning("downloaded %s without a published checksum: unverified", path)
-    elif (found := checksum_of(part, algorithm)) != checksum:
+    return path
+
+
+def _check(url: str, part: Path, path: Path, checksum: str | None) -> None:
+    """Refuse, and delete, what is not as published."""
+    if checksum is None:
+        log.warning("downloaded %s without a published checksum: unverified", path)
+    elif (found := checksum_of(part, checksum.partition(":")[0])) != checksum:
         part.unlink()
         raise DataError(
             f"{path}: downloaded from {url}, expected {checksum}, got {found}; the download was deleted. "
             "Try again; if it stays so, the file on the server has changed."
         )
-    os.replace(part, path)
-    return path
 
 
 @contextmanager

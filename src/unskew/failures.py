@@ -26,6 +26,7 @@ from unskew import __version__
 from unskew.console import printable, put_json, tell
 from unskew.errors import UnskewError, UsageError, one_line
 from unskew.results import cache_folder
+from unskew.stopping import exit_code
 
 DEBUG = "UNSKEW_DEBUG"
 LOG = 10**6  # bytes of the log, above which it is put aside, in the place of the one before
@@ -58,8 +59,9 @@ def answered(command: Callable[[], Any]) -> int:
         return refusal.exit_code
     except click.ClickException as refusal:
         return failed(refusal.format_message(), refusal.exit_code)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        return failed("stopped")
+    except (click.exceptions.Abort, KeyboardInterrupt) as stopped:
+        cause = stopped.__cause__ or stopped  # click makes an Abort of a KeyboardInterrupt
+        return failed("stopped", exit_code(cause) if isinstance(cause, KeyboardInterrupt) else 1)
     except BrokenPipeError:  # nobody reads on, as in `unskew run --json | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -106,18 +106,19 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
 def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
     """Files of the same data or of the same site, and parts of sums that are there themselves or in another sum."""
     warnings: list[str] = []
-    met: dict[str, list[tuple[Part, Path]]] = {}  # by their counts, so that few are compared
-    names: dict[str, Path] = {}
+    known: dict[str, list[tuple[Part, Path]]] = {}  # by their counts
+    signers: dict[str, list[Path]] = {}
     for path, stats in zip(files, found, strict=True):
-        signed = dict.fromkeys(names[part.site] for part in stats.parts if part.site in names)
+        names = dict.fromkeys(own.site for own in stats.parts if own.site)
+        signed = dict.fromkeys(other for name in names for other in signers.get(name, []))
         warnings += [f"{path} is signed by the same site as {other}: leave one out" for other in signed]
-        same = [place for part in stats.parts for other, place in met.get(part.counts, ()) if same_data(other, part)]
-        others = dict.fromkeys(same)
+        others = dict.fromkeys(place for own in stats.parts for part, place in known.get(own.counts, [])
+                               if same_data(part, own))  # fmt: skip
         warnings += [f"{path} has the same data as {other}, or a part of them: leave one out" for other in others]
-        for part in stats.parts:
-            met.setdefault(part.counts, []).append((part, path))
-            if part.site is not None:
-                names.setdefault(part.site, path)
+        for own in stats.parts:
+            known.setdefault(own.counts, []).append((own, path))
+        for name in names:
+            signers.setdefault(name, []).append(path)
     return warnings
 
 

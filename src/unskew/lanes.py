@@ -11,7 +11,12 @@ client is on which lane when; `unskew.dispatch` carries it out.
 Weights of its own for every lane make a convolution a grouped one, which cuDNN runs well for some sizes only. So there
 are three forms of a step. Grouped: all lanes at once, as vmap makes it. Fused: the same, with the kernels of
 `unskew.kernels` where they fit; best for a few channels. Apart: each lane by itself, on streams beside each other;
-best for a large network, whose plain convolutions fill the GPU.
+best for a large network, whose plain convolutions fill the GPU, and on a CPU for all but small ones.
+
+On a CPU what a client learns has the same bits whoever is on the other lanes and however many there are, so that runs
+that share lanes resume to what they would have become. Lanes apart have that by themselves. Grouped, a library may take
+another way for another number of lanes: so each size of step is compared with a pair of lanes, before it is used, and
+one that gives other bits is taken in pairs.
 """
 
 from __future__ import annotations
@@ -95,12 +100,14 @@ Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its f
 
 FORMS = ("grouped", "fused", "apart")
 LARGE = 1_000_000  # parameters from which on lanes are better apart
+SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
+PAIR = 2  # lanes of the step that all grouped ones on a CPU must agree with, to the bit
 
 
 def form_of(run: Training, precision: str) -> str:
-    """The form that pays, by a rule of thumb."""
+    """The form that pays, by a rule of thumb; on a CPU layers that draw need lanes apart to draw the same again."""
     if not run.federation.data.y.is_cuda:
-        return "grouped"
+        return "grouped" if run.net.size < SMALL and not draws(run.model) else "apart"
     if precision != "float32" and fusible(run.model):
         return "fused"
     return "apart" if run.net.size >= LARGE else "grouped"
@@ -185,6 +192,11 @@ def _norms_in_float32(model: Split) -> Split:
     return model
 
 
+def draws(model: Split) -> bool:
+    """Whether layers draw for themselves."""
+    return any(isinstance(part, nn.modules.dropout._DropoutNd) for part in model.modules())
+
+
 class Lanes:
     """What the lanes hold, and how their step is taken.
 
@@ -201,6 +213,8 @@ class Lanes:
         local, client = begin(net, algorithm, tree), run.visitor(start, 0)
         like = next(iter(tree.values()))
         self.device, self.data = like.device, run.federation.data
+        in_pairs = form != "apart" and self.device.type != "cuda"
+        count += count % PAIR if in_pairs else 0
         forms = {
             "model": tree, "velocity": local.velocity, "steps": local.steps, "server": tree, "start": tree,
             "state": pick(start.state, algorithm.sent), "memory": client.memory,
@@ -219,12 +233,19 @@ class Lanes:
         if run.augment:
             self.buffers["shift"] = torch.zeros((*plans, 2), dtype=torch.uint8, device=self.device)
             self.buffers["flip"] = torch.zeros(plans, dtype=torch.bool, device=self.device)
-        draws = any(isinstance(part, nn.modules.dropout._DropoutNd) for part in run.model.modules())
-        self.noise = _noise_from(run.seed, self.device) if draws else None
+        # On a CPU, lanes apart each draw from their client's own seed, as `sequential` does; others share a generator.
+        self.noise = [_noise_from(run.seed, self.device)] * count if draws(run.model) else []
+        self.alone = form == "apart" and self.device.type != "cuda"
         self.act = lane_step(run, self.forms, autocast, lookup("form", form, {name: name for name in FORMS}))
         self.pool: Any = None  # of CUDA graphs
         self.streams = [torch.cuda.Stream() for _ in range(STREAMS)] if self.device.type == "cuda" else []
         self.apart = self._traced(1, compile) if form == "apart" else None
+        self.pair = self._traced(PAIR, compile) if in_pairs else None
+        self.tried = {
+            "model": tree, "server": tree, "start": tree, "state": forms["state"], "memory": client.memory,
+            "numbers": {name: like.new_tensor(value) for name, value in algorithm.numbers.items()},
+            "given": {name: like.new_tensor(0.1) for name in forms["given"]},
+        }  # fmt: skip
         self.steps = {size: self._prepared(size, compile) for size in ladder}
 
     def _held(self, lanes: slice) -> list[Tensor]:
@@ -245,17 +266,21 @@ class Lanes:
     def _prepared(self, size: int, compile: bool) -> Callable[[], None]:
         """The step of the first `size` lanes, as a CUDA graph on a GPU."""
         if self.apart is None:
-            whole, values = self._traced(size, compile), self._held(slice(size))
+            whole, together = self._traced(size, compile), size
+            if self.pair is not None and not self.noise and not self._agree(whole, size):
+                whole, together = self.pair, PAIR
+            parts = [self._held(slice(first, first + together)) for first in range(0, size, together)]
 
             def step() -> None:
-                whole(*values)
+                for values in parts:
+                    whole(*values)
         else:
             one, each_lane = self.apart, [self._held(slice(lane, lane + 1)) for lane in range(size)]
 
             def step() -> None:
                 with contextlib.ExitStack() as ends:
                     for lane, values in enumerate(each_lane):
-                        with self._stream(lane, ends):
+                        with self._stream(lane, ends), self._drawing(lane if self.alone else None):
                             one(*values)
 
         if self.device.type != "cuda":
@@ -273,6 +298,28 @@ class Lanes:
         self.pool = self.pool or graph.pool()  # all sizes share it, for they never run at once
         return graph.replay
 
+    def _agree(self, step: Callable[..., None], size: int) -> bool:
+        """Whether steps of so many lanes do to each of them what steps of a pair do, to the bit, at any progress."""
+        assert self.pair is not None
+        length = self.buffers["rows"].shape[1]
+        draw, lanes = torch.Generator().manual_seed(0), {}
+        for name, value in self.buffers.items():
+            lanes[name] = value.new_zeros(1, *value.shape[1:])
+        for name, tree in self.tried.items():
+            lanes[name][0] = self.forms[name].packed(tree, ())
+        lanes["model"] += 0.01 * torch.randn(lanes["model"].shape, generator=draw, dtype=lanes["model"].dtype)
+        lanes["rows"].random_(len(self.data.y), generator=draw)
+        self.forms["given"].trees(lanes["given"])["count"].fill_(length)
+        several = [each(lambda value, count=count: value.repeat_interleave(count, 0), lanes) for count in (PAIR, size)]
+        for progress in range(4):
+            for held, taken in zip(several, (self.pair, step), strict=True):
+                held["position"].fill_(progress * (length - 1) // 3)
+                taken(*held.values())
+            for name in ("model", "velocity", "loss"):
+                if not torch.equal(several[0][name][:1].expand_as(several[1][name]), several[1][name]):
+                    return False
+        return True
+
     def _stream(self, lane: int, ends: contextlib.ExitStack) -> contextlib.AbstractContextManager[Any]:
         """A stream for a lane, beside the others; `ends` waits for it."""
         if self.device.type != "cuda":
@@ -285,22 +332,22 @@ class Lanes:
     def take(self, size: int, times: int) -> None:
         """The first `size` lanes take so many steps."""
         step = self.steps[size]
-        with self._drawing():
+        with self._drawing(None if self.alone else 0):
             for _ in range(times):
                 step()
 
     @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
+    def _drawing(self, lane: int | None) -> Iterator[None]:
         """Let layers that draw for themselves go on from where they were, and leave torch's generators alone."""
-        if self.noise is None:
+        if lane is None or not self.noise:
             yield
             return
         cuda = self.device.type == "cuda"
         with torch.random.fork_rng([self.device] if cuda else []):
             generator = torch.cuda.default_generators[self.device.index or 0] if cuda else torch.default_generator
-            generator.set_state(self.noise)
+            generator.set_state(self.noise[lane])
             yield
-            self.noise = generator.get_state()
+            self.noise[lane] = generator.get_state()
 
     # ------------------------------------------------------------------------------------------ clients come and go
 
@@ -326,6 +373,9 @@ class Lanes:
             lanes[part].index_copy_(0, at, self.sent(held))
         for name in ("velocity", "steps", "loss", "position"):
             lanes[name].index_fill_(0, at, 0)
+        if self.noise and self.alone:
+            for place, numbers in zip(places, given, strict=True):
+                self.noise[place] = torch.Generator().manual_seed(int(numbers["noise"])).get_state()
         steps = {len(plan["rows"]) for plan in plans}
         for name in plans[0]:
             if len(steps) == 1 and max(steps) <= SHORT:  # together, for a copy costs more than what it moves
@@ -366,6 +416,8 @@ class Lanes:
         """Move a client to another lane."""
         for value in self.buffers.values():
             value[target].copy_(value[source])
+        if self.noise and self.alone:
+            self.noise[target] = self.noise[source]
         self.rest([source])
 
     def rest(self, places: Sequence[int]) -> None:

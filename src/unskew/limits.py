@@ -56,6 +56,7 @@ TABLE: Mapping[str, Limit] = MappingProxyType({
     "pixels": Limit("134217728", "pixels", "an image, in its file and scaled"),
     "line": Limit("64MB", "characters", "a line of a CSV table"),
     "download": Limit("100GB", "bytes", "a file from the web"),
+    "silence": Limit("60", "seconds", "without a sign of life from a process that trains clients, or runs of a table"),
 })  # fmt: skip
 
 FREE = 256 * 10**6  # bytes that anything may unpack to, whatever its ratio

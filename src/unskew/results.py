@@ -62,13 +62,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Replace a safetensors file."""
+    """Replace a safetensors file; equal contents make equal bytes."""
     from safetensors.torch import save
 
-    # Not save_file: it reports a full disk as an error of its own, and its files can't be read by others.
-    content = save({name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}, metadata)
+    # Not save_file: it reports a full disk as an error of its own, and its files can't be read by others. And not its
+    # metadata: the library writes them in an order of chance.
+    content = memoryview(save({name: value.detach().cpu().contiguous().clone() for name, value in tree.items()}))
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    text = json.dumps({**header, **json.loads(bytes(content[8:begin]))}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     with replacing(path) as temporary:
-        temporary.write_bytes(content)
+        temporary.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, content[begin:]]))
 
 
 def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:

@@ -8,6 +8,7 @@ one thread, bit for bit, however many workers there are and whatever torch's thr
 
 Workers are forked when a training begins. So they have its data, model and method, which can't be pickled, and see
 nothing of what changes here later. Trees go through memory that both sides see; messages say how they lie there.
+They end with their parent, and one that dies or stands still is told by name (`unskew.children`).
 """
 
 from __future__ import annotations
@@ -16,22 +17,20 @@ import contextlib
 import mmap
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import torch
 
+from unskew.children import Child, Failure, devoted, died, failure, heard
 from unskew.engine import Engine, Visited, added_up, alone, engines, noted
 from unskew.errors import COUNT, UsageError, check_number
 from unskew.exchange import Client
@@ -131,8 +130,7 @@ class Shared:
 class Worker(NamedTuple):
     """A worker, seen from its parent."""
 
-    process: BaseProcess
-    pipe: Connection
+    child: Child
     server: Shared  # what all workers read
     client: Shared  # a client on its way there, what it has done on its way back
 
@@ -141,30 +139,32 @@ class Worker(NamedTuple):
 def _hired(run: Training, count: int) -> Iterator[list[Worker]]:
     """Workers that end with this context, for whatever reason it ends."""
     fork, server, crew = multiprocessing.get_context("fork"), Shared(), list[Worker]()
+    lasting = threading.current_thread() is threading.main_thread()  # it ends with the process, not before
     try:
         with _forking():
             for _ in range(count):
-                (pipe, theirs), client = fork.Pipe(), Shared()
-                process = fork.Process(target=_serve, args=(run, theirs, server, client), daemon=True)
-                process.start()
+                (pipe, theirs), client, pulse = fork.Pipe(), Shared(), fork.RawValue("Q", 0)
+                given = (run, theirs, server, client, pulse, lasting)
+                child = Child(fork.Process(target=_serve, args=given, daemon=True), pipe, pulse)
+                child.process.start()
                 theirs.close()  # so that a worker's death closes the pipe
-                crew.append(Worker(process, pipe, server, client))
+                crew.append(Worker(child, server, client))
         yield crew
     finally:
         for worker in crew:
-            worker.process.kill()
-        for worker in crew:
-            worker.process.join()
-            worker.process.close()
-            worker.pipe.close()
-            worker.client.close()
+            worker.child.process.kill()
+        for (process, pipe, _), _, client in crew:
+            process.join()
+            process.close()
+            pipe.close()
+            client.close()
         server.close()
 
 
 @contextlib.contextmanager
 def _forking() -> Iterator[None]:
-    """Fork deaf to Ctrl-C, which is the parent's to handle, and unwarned of threads, which workers do not use."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    """Fork deaf to Ctrl-C and what is like it, the parent's to handle, and unwarned of threads, not used by workers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -188,7 +188,7 @@ def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[in
     sent = pick(last.state, run.algorithm.sent)
     server = crew[0].server.write({**prefix("params", last.params), **prefix("sent", sent)})
     waiting = deque(sorted(range(len(ids)), key=lambda place: -run.count(ids[place])))  # longest first
-    busy: dict[object, tuple[Worker, int]] = {}
+    busy: dict[Connection, tuple[Worker, int]] = {}
     done: dict[int, Visited] = {}
 
     def employ(worker: Worker) -> None:
@@ -196,14 +196,16 @@ def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[in
             place = waiting.popleft()
             brought = worker.client.write(run.visitor(last, ids[place]).tree())
             with _alive(worker, ids[place]):
-                worker.pipe.send((last.number + 1, ids[place], server, brought))
-            busy[worker.pipe] = worker, place
+                worker.child.pipe.send((last.number + 1, ids[place], server, brought))
+            busy[worker.child.pipe] = worker, place
 
     for worker in crew:
         employ(worker)
     for following in range(len(ids)):
         while following not in done:
-            for pipe in wait([worker.pipe for worker, _ in busy.values()]):
+            children = {pipe: worker.child for pipe, (worker, _) in busy.items()}
+            names = {pipe: f"the worker of client {ids[place]}" for pipe, (_, place) in busy.items()}
+            for pipe in heard(children, names, REMEDY):
                 worker, place = busy.pop(pipe)
                 done[place] = _received(worker, ids[place])
                 employ(worker)
@@ -213,7 +215,7 @@ def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[in
 def _received(worker: Worker, id: int) -> Visited:
     """What a client has done; raises what went wrong."""
     with _alive(worker, id):
-        reply = worker.pipe.recv()
+        reply = worker.child.pipe.recv()
     if isinstance(reply, Failure):
         raise reply.error from RuntimeError(f"in a worker:\n{reply.trace}")
     layout, loss = reply
@@ -227,22 +229,19 @@ def _alive(worker: Worker, id: int) -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError):
-        worker.process.join(1)
-        code = worker.process.exitcode or 0
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         raise ChildProcessError(
-            f"the worker of client {id} died ({how}), perhaps for want of memory: {REMEDY}, or take a smaller batch"
+            f"the worker of client {id} died ({died(worker.child)}), perhaps for want of memory: {REMEDY}, or take a "
+            "smaller batch"
         ) from None
 
 
 # ---------------------------------------------------------------------------------------------- in a worker
 
 
-def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared) -> None:
+def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared, pulse: Any, lasting: bool) -> None:
     """Train the clients that are asked for, until the worker is killed."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a progress bar's wait for its thread, which is not here
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    devoted(pulse, at_once=lasting)
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
@@ -253,7 +252,7 @@ def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared) -> N
                 upload, client, loss = _trained(run, number, id, server.read(given), client)
                 reply = shared.write({**prefix("upload", upload), **client.tree()}), loss
             except BaseException as error:
-                reply = _failure(error)
+                reply = failure(error)
             with contextlib.suppress(OSError):  # nobody reads
                 print(end="", flush=True)  # what a method has printed, lest it end with the worker
             pipe.send(reply)
@@ -264,31 +263,3 @@ def _trained(run: Training, number: int, id: int, server: Tree, client: Client) 
     params, sent = under("params", server), under("sent", server)
     visit = alone(run.net, run.algorithm, run.sgd(number), run.federation.data, params, sent)
     return visit(id, client, run.plan(number, id), run.federation.sizes[id])
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent
-    parent.join()
-    os._exit(1)
-
-
-class Failure(NamedTuple):
-    """What a worker answers when something went wrong."""
-
-    error: BaseException
-    trace: str
-
-
-def _failure(error: BaseException) -> Failure:
-    """An error as it can be sent; one that can't be pickled is told by a RuntimeError."""
-    trace, notes = "".join(traceback.format_exception(error)), getattr(error, "__notes__", [])
-    places = [traceback.FrameSummary(place.filename, place.lineno, place.name, lookup_line=False)
-              for place in traceback.extract_tb(error.__traceback__)]  # fmt: skip
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-        error.__notes__ = notes
-    error.places = places  # type: ignore[attr-defined]
-    return Failure(error, trace)

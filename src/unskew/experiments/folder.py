@@ -6,8 +6,10 @@
     model.safetensors         the trained model; where clients keep parts of it, client-ID.safetensors each
     calibrated-NAME.safetensors
     labels.png, history.png, per_class.png, personal.png
+    .lock                     while a process works here: who it is
 
-Files of tensors are sealed: one with a changed bit is refused.
+Files of tensors are sealed: one with a changed bit is refused. Equal experiments write equal files, byte for byte, but
+for the fields `seconds` and `speed` of the records, and what was measured to pick an engine.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from unskew import limits
+from unskew import limits, locks
 from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.exchange import Client
@@ -29,6 +31,7 @@ from unskew.experiments.experiment import Experiment
 from unskew.experiments.parts import own_model, settled_like
 from unskew.files import parse_json, read_json, reading
 from unskew.heads import plain
+from unskew.locks import folder_locked
 from unskew.methods import skeleton
 from unskew.models import Split, build, linear, linear_of
 from unskew.results import Record, load_sealed, read, save_sealed, write_text
@@ -59,6 +62,26 @@ def stored(out: Path) -> Experiment:
         return Experiment.of(values, str(path))
 
 
+def ends(records: list[Record]) -> bool:
+    """Whether these are the records of a run that is finished."""
+    return bool(records) and records[-1]["kind"] == "end"
+
+
+def finished(out: Path) -> bool:
+    """Whether a folder holds a run that is finished: it is only read from then on."""
+    history = out / "records.jsonl"
+    return history.exists() and ends(read(history))
+
+
+def taken(out: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold a run's folder, which is made if need be, against other processes."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} can't be made ({error.strerror}): choose another --out") from None
+    return folder_locked(out, "wait until it is done, stop it, or choose another --out")
+
+
 def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment, list[Record]]:
     """Refuse a folder that can't take an experiment; nothing is written.
 
@@ -67,7 +90,7 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
     if not holds_run(out):
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file: choose another --out for the run's folder")
-        if out.exists() and any(not path.name.endswith(".tmp") for path in out.iterdir()):
+        if out.exists() and any(path.name != locks.NAME and path.suffix != ".tmp" for path in out.iterdir()):
             raise UsageError(f"{out} is not empty and holds no run: choose another --out")
         return experiment, []
     held = stored(out)
@@ -85,11 +108,7 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
 
 
 def claim(experiment: Experiment, out: Path) -> None:
-    """Take a folder that `examine` has let pass."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{out} can't be made ({error.strerror}): choose another --out") from None
+    """Make a folder that is `taken`, and that `examine` has let pass, this experiment's."""
     for leftover in out.glob(".*.tmp"):  # of a run that was killed while it wrote
         leftover.unlink()
     if not holds_run(out):
@@ -100,12 +119,12 @@ def claim(experiment: Experiment, out: Path) -> None:
 
 
 def save_round(path: Path, round: Round, experiment: Experiment) -> None:
-    """Write the whole state of training."""
+    """Write the whole state of training; not how long the round took, so that equal runs have equal checkpoints."""
     tree: Tree = {**prefix("params", round.params), **prefix("state", round.state)}
     for id, client in round.clients.items():
         tree |= prefix(f"own/{id}", client.own) | prefix(f"memory/{id}", client.memory)
     about = {"number": round.number, "cohort": round.cohort, "loss": round.loss, "lr": round.lr,
-             "seconds": round.seconds, "clients": list(round.clients)}  # fmt: skip
+             "clients": list(round.clients)}  # fmt: skip
     save_sealed(path, tree, {"round": json.dumps(about), "experiment": experiment.digest})
 
 
@@ -118,7 +137,7 @@ def load_round(path: Path, experiment: Experiment) -> Round:
         raise DataError(f"{path}: the checkpoint of another experiment")
     with _to_be_removed(path):
         about = parse_json(metadata["round"], f"{path}: what it says of its round", finite=False)
-        numbers = {name: about[name] for name in ("number", "loss", "lr", "seconds")}
+        numbers = {name: about[name] for name in ("number", "loss", "lr")}
         ids = *about["cohort"], *about["clients"], numbers["number"]
         if told is None or not all(type(value) is int and value >= 0 for value in ids):
             raise DataError(f"{path}: not the checkpoint of a run")
@@ -128,7 +147,7 @@ def load_round(path: Path, experiment: Experiment) -> Round:
         params, state = (
             each(lambda value: value.to(experiment.device), under(part, tree)) for part in ("params", "state")
         )
-        return Round(params=params, state=state, clients=clients, cohort=tuple(about["cohort"]), **numbers)
+        return Round(params=params, state=state, clients=clients, cohort=tuple(about["cohort"]), seconds=0.0, **numbers)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.algorithms import fedavg
-from unskew.choice import SMALL, Choice, pick
+from unskew.choice import Choice, pick
 from unskew.cutting import split
 from unskew.data import Dataset, load
 from unskew.dispatch import train_on_lanes
@@ -20,7 +20,7 @@ from unskew.download import Progress
 from unskew.errors import COUNT, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.heads import Calibrator, check_training, oracle
-from unskew.lanes import FORMS, precisions
+from unskew.lanes import FORMS, SMALL, precisions
 from unskew.machine import check_device, threads
 from unskew.methods import Method, method
 from unskew.models import Split, build

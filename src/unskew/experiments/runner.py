@@ -3,7 +3,8 @@
 `run` yields the records of a run as they are written: one for the start, one a round, one a calibration, one for the
 end. Every few seconds, and when it is stopped, the whole state is in the folder's checkpoint. A resumed run drops the
 records that are newer than the checkpoint and goes on; on the CPU its results are those of a run that never stopped,
-bit for bit. `run_together` does the same for many experiments; those that can share lanes do.
+bit for bit. `run_together` does the same for many experiments; those that can share lanes do. While a process works in
+a folder, it is locked: another one is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +38,18 @@ from unskew.errors import DataError, UnskewError, UsageError, lookup
 from unskew.evaluate import Scores, batches, score
 from unskew.exchange import Algorithm
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.folder import claim, examine, fitting, holds_run, load_round, save_model, save_round
+from unskew.experiments.folder import (
+    claim,
+    ends,
+    examine,
+    finished,
+    fitting,
+    holds_run,
+    load_round,
+    save_model,
+    save_round,
+    taken,
+)
 from unskew.experiments.parts import (
     Yardstick,
     calibrators_of,
@@ -73,8 +85,12 @@ def run(
     What can't be meant is refused before the folder is made. `progress` hears of a download, as
     `unskew.download.fetch` describes; `usage` can be looked at meanwhile.
     """
-    usage, (rank, count) = usage or Usage(), ranks()
-    made = _Run(experiment, Path(out), resume or rank > 0, _Shelf(progress))
+    with contextlib.ExitStack() as held:
+        yield from _run(_Run(experiment, Path(out), resume or ranks()[0] > 0, _Shelf(progress), held), usage or Usage())
+
+
+def _run(made: _Run, usage: Usage) -> Iterator[Record]:
+    rank, count = ranks()
     if made.finished:
         yield from made.records
         return
@@ -105,11 +121,17 @@ def run_together(
 
     Yields (which, its next record); what is there already comes first. A run that diverges yields that as its last.
     """
-    usage = usage or Usage()
+    with contextlib.ExitStack() as held:
+        yield from _run_together(experiments, outs, usage or Usage(), held)
+
+
+def _run_together(
+    experiments: Sequence[Experiment], outs: Sequence[Path], usage: Usage, held: contextlib.ExitStack
+) -> Iterator[tuple[int, Record | Diverged]]:
     shelf = _Shelf()
     groups: dict[tuple[object, ...], list[tuple[int, _Run]]] = {}
     for number, (experiment, out) in enumerate(zip(experiments, outs, strict=True)):
-        made = _Run(experiment, out, True, shelf, alone=False)
+        made = _Run(experiment, out, True, shelf, held, alone=False)
         if made.finished:
             yield from ((number, record) for record in made.records)
         else:
@@ -162,12 +184,21 @@ KEEP_EVERY = 2.0  # seconds between two checkpoints
 
 
 class _Run:
-    """An experiment in its folder: what has been reached, and how it goes on."""
+    """An experiment in its folder: what has been reached, and how it goes on.
 
-    def __init__(self, experiment: Experiment, out: Path, resume: bool, shelf: _Shelf, alone: bool = True) -> None:
+    A folder that is not finished is locked as long as `held` lasts: one that is there now, a new one when it is made.
+    """
+
+    def __init__(
+        self, experiment: Experiment, out: Path, resume: bool, shelf: _Shelf, held: contextlib.ExitStack,
+        alone: bool = True,
+    ) -> None:  # fmt: skip
         self.out, self.history, self.checkpoint = out, out / "records.jsonl", out / "checkpoint.safetensors"
+        self.held, self.new = held, not holds_run(out)
+        if not self.new and ranks()[0] == 0 and not finished(out):
+            held.enter_context(taken(out))
         self.experiment, self.records = examine(experiment, out, resume)
-        self.finished = bool(self.records) and self.records[-1]["kind"] == "end"
+        self.finished = ends(self.records)
         if self.finished:
             return
         experiment = self.experiment
@@ -189,6 +220,13 @@ class _Run:
         """Take the folder, with what is there of an earlier attempt; the records so far."""
         with blaming(self.experiment.method):
             start = _start(self.experiment, self.training, self.choice)
+        if self.new:
+            self.held.enter_context(taken(self.out))
+            if holds_run(self.out):
+                raise UsageError(
+                    f"{self.out}: another process has begun a run there in this moment: give the command again, or "
+                    "choose another --out"
+                )
         claim(self.experiment, self.out)
         self.last = self._found()
         reached = self.last.number if self.last else 0

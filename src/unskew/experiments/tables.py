@@ -1,22 +1,30 @@
 """Tables: many runs by one command, each in a folder of its own, so that a table that was stopped goes on.
 
 A `Table` is a title and rows of experiments, one a seed. `filled` runs what is missing, several at a time in processes
-of their own; `markdown` writes mean and spread over the seeds, what was run on what, and which methods did not help.
+of their own, which end with this one (`unskew.children`); `markdown` writes mean and spread over the seeds, what was
+run on what, and which methods did not help.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import multiprocessing
+import os
 import signal
 import statistics
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from unskew.children import Child, Failure, devoted, died, failure, heard
 from unskew.experiments.experiment import Experiment
+from unskew.locks import folder_locked
 from unskew.results import Record
+from unskew.stopping import Stopped, exit_code, heeding
 
 if TYPE_CHECKING:
     from unskew.timetable import Usage
@@ -93,23 +101,26 @@ class Result(NamedTuple):
     records: list[Record]  # none if it diverged
 
 
+Item = tuple[str, Experiment]  # a row, and one of its experiments
+
+
 def filled(table: Table, out: Path, jobs: int, usage: Usage | None = None) -> Iterator[Result]:
-    """Run what is missing of a table, yielding results as they come.
+    """Run what is missing of a table, yielding results as they come; the table's folder is locked meanwhile.
 
     Runs of the engine "lanes" share lanes where they can, and tell `usage`; of the others there are `jobs` at a time.
     """
-    todo = [(row, experiment) for row, experiments in table.rows.items() for experiment in experiments]
-    yield from _on_lanes(out, [item for item in todo if item[1].engine == "lanes"], usage)
-    todo = [item for item in todo if item[1].engine != "lanes"]
-    if jobs == 1 or not todo:
-        yield from (_one(out, item) for item in todo)
-        return
-    context = multiprocessing.get_context("forkserver")
-    with context.Pool(jobs, initializer=_quietly) as pool:  # leaving it ends its processes: runs go on another time
-        yield from pool.imap_unordered(functools.partial(_one, out), todo)
+    out.mkdir(parents=True, exist_ok=True)
+    with folder_locked(out, "wait until that table is done, stop it, or choose another --out"):
+        todo = [(row, experiment) for row, experiments in table.rows.items() for experiment in experiments]
+        yield from _on_lanes(out, [item for item in todo if item[1].engine == "lanes"], usage)
+        todo = [item for item in todo if item[1].engine != "lanes"]
+        if jobs == 1:
+            yield from (_one(out, item) for item in todo)
+        elif todo:
+            yield from _in_processes(out, todo, jobs)
 
 
-def _on_lanes(out: Path, todo: list[tuple[str, Experiment]], usage: Usage | None) -> Iterator[Result]:
+def _on_lanes(out: Path, todo: list[Item], usage: Usage | None) -> Iterator[Result]:
     from unskew.experiments.runner import run_together
     from unskew.simulate import Diverged
 
@@ -129,11 +140,7 @@ def _folder(out: Path, experiment: Experiment) -> Path:
     return out / experiment.digest[:12]
 
 
-def _quietly() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-
-
-def _one(out: Path, item: tuple[str, Experiment]) -> Result:
+def _one(out: Path, item: Item) -> Result:
     from unskew.experiments.runner import run
     from unskew.simulate import Diverged
 
@@ -142,6 +149,93 @@ def _one(out: Path, item: tuple[str, Experiment]) -> Result:
         return Result(row, experiment.seed, list(run(experiment, _folder(out, experiment), resume=True)))
     except Diverged:
         return Result(row, experiment.seed, [])
+
+
+# ---------------------------------------------------------------------------------------------- in processes
+
+GRACE = 10.0  # seconds that a process has for its last checkpoint when it is told to stop
+
+
+def _in_processes(out: Path, todo: list[Item], jobs: int) -> Iterator[Result]:
+    """Run experiments, so many at a time; a process that dies or stands still is told with its run."""
+    waiting, busy = deque(todo), dict[Connection, tuple[Child, Item]]()
+
+    def employ(child: Child) -> None:
+        if waiting:
+            busy[child.pipe] = child, waiting.popleft()
+            with contextlib.suppress(OSError):  # it has died: its pipe tells that too
+                child.pipe.send(busy[child.pipe][1])
+
+    with _hired(out, min(jobs, len(todo))) as crew:
+        for child in crew:
+            employ(child)
+        while busy:
+            names = {pipe: f"the process of {_folder(out, item[1])}" for pipe, (_, item) in busy.items()}
+            for pipe in heard({pipe: child for pipe, (child, _) in busy.items()}, names, REMEDY):
+                child, _ = busy.pop(pipe)
+                result = _received(child, names[pipe])
+                employ(child)
+                yield result
+
+
+REMEDY = "the same command goes on with the rest; --jobs 1 takes the least memory"
+
+
+def _received(child: Child, name: str) -> Result:
+    """What a process has found; raises what went wrong."""
+    try:
+        reply = child.pipe.recv()
+    except (EOFError, OSError):
+        how = died(child)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job, perhaps to us a moment later
+            if child.process.exitcode == exit_code(Stopped(number)):
+                raise Stopped(number) from None
+        raise ChildProcessError(f"{name} died ({how}), perhaps for want of memory: {REMEDY}") from None
+    if isinstance(reply, Failure):
+        raise reply.error from RuntimeError(f"in a process of the table:\n{reply.trace}")
+    assert isinstance(reply, Result)
+    return reply
+
+
+@contextlib.contextmanager
+def _hired(out: Path, count: int) -> Iterator[list[Child]]:
+    """Processes that end with this context: those that work are told to stop, and keep what they have reached."""
+    context, crew = multiprocessing.get_context("forkserver"), list[Child]()
+    try:
+        for _ in range(count):
+            (pipe, theirs), pulse = context.Pipe(), context.RawValue("Q", 0)
+            child = Child(context.Process(target=_serve, args=(out, theirs, pulse), daemon=True), pipe, pulse)
+            child.process.start()
+            theirs.close()  # so that a death closes the pipe
+            crew.append(child)
+        yield crew
+    finally:
+        for process, pipe, _ in crew:
+            pipe.close()
+            process.terminate()
+        until = time.monotonic() + GRACE
+        for process, _, _ in crew:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+            process.join()
+            process.close()
+
+
+def _serve(out: Path, pipe: Connection, pulse: Any) -> None:
+    """In a process: run what is asked for. Ctrl-C is the parent's business, who tells us to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    devoted(pulse, at_once=True)
+    try:
+        with heeding(), contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
+            while True:
+                item = pipe.recv()
+                try:
+                    reply: Result | Failure = _one(out, item)
+                except Exception as error:
+                    reply = failure(error)
+                pipe.send(reply)
+    except Stopped as stopped:
+        os._exit(exit_code(stopped))
 
 
 # ---------------------------------------------------------------------------------------------- showing
