@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import tarfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,10 @@ from unskew import archives, files, images, limits, readers, tabular
 from unskew.collecting import weights_digest
 from unskew.errors import DataError
 from unskew.heads_file import opened, read_heads
+from unskew.inputs import parsed
 from unskew.models import Split
 from unskew.results import save_sealed
+from unskew.statistics import FeatureStats
 from unskew.transforms import Transform
 from unskew.weights import read_weights
 
@@ -137,6 +140,29 @@ def test_widths_of_transforms_are_refused_before_anything_is_made() -> None:
         Transform("unit" + "+unit" * 10**6)
 
 
+# ---------------------------------------------------------------------------------------------- statistics
+
+
+def test_statistics_are_refused_where_their_sum_would_not_fit_into_memory(tmp_path: Path) -> None:
+    """A file of lower precision is smaller than its sum."""
+    stats = FeatureStats.of(torch.randn(60, 40), torch.arange(60) % 3, 3, form="class")
+    path = tmp_path / "site.stats"
+    stats.save(path, "int16")
+    with limits.changed("memory=19kB"), pytest.raises(DataError, match=r"site\.stats: .* the limit 'memory' is 19,000"):
+        FeatureStats.load(path)
+    with limits.changed("memory=22kB"):
+        assert FeatureStats.load(path).form == "class"
+    for change, words in (("classes=2", "3 classes"), ("dimension=39", "40 features")):
+        with limits.changed(change), pytest.raises(DataError, match=rf"site\.stats: {words}; the limit"):
+            FeatureStats.load(path)
+
+
+def test_inputs_of_very_many_sizes_are_none() -> None:
+    began = time.monotonic()
+    assert parsed(f"float32[{','.join(['999999999'] * 300_000)}]") == []
+    assert time.monotonic() - began < 2
+
+
 # ---------------------------------------------------------------------------------------------- heads
 
 
@@ -161,9 +187,8 @@ def test_widths_of_transforms_are_refused_before_anything_is_made() -> None:
 def test_heads_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path, heads, tree, words) -> None:
     model = Split(nn.Flatten(), nn.Linear(4, 3))
     path = tmp_path / "heads.safetensors"
-    save_sealed(
-        path, tree, {"heads": json.dumps(heads), "weights": weights_digest(model), "statistics": "x", "data": "{}"}
-    )
+    about = {"weights": weights_digest(model), "statistics": "x", "data": "{}", "nonce": "null", "site": "null"}
+    save_sealed(path, tree, {"heads": json.dumps(heads), **about})
     with limits.changed("unbacked=100MB"), pytest.raises(DataError, match=re.escape(words or "'unbacked'")) as error:
         read_heads(path, model)
     assert str(path) in str(error.value)
@@ -306,6 +331,8 @@ def test_a_line_of_pixels_is_not_scaled_to_an_ocean(tmp_path: Path) -> None:
     Image.new("L", (1, 60_000)).save(path)
     with pytest.raises(images.DamagedImage, match=r"line.png.*scaled to 512 x 30720000: 15,728,640,000 pixels"):
         images.decoded(path.read_bytes, str(path), Preparation(resize=512))
+    with pytest.raises(images.DamagedImage, match=r"line.png.*cut to 60000: 3,600,000,000 pixels"):
+        images.decoded(path.read_bytes, str(path), Preparation(crop=60_000))
 
 
 def test_only_the_formats_that_are_named_are_opened(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_images_are_prepared_as_options_say(work):
         (("--mean", "a", "--std", "1"), "mean is 'a': give one number for each channel"),
         (("--interpolation", "cubic"), "'cubic' is not one of"),
         (("--prepare", "prep.py"), "it must be like 'prep.py:transform'"),
-        (("--prepare", "none.py:transform"), "none.py can't be read"),
+        (("--prepare", "none.py:transform"), "none.py: there is no such file"),
         (("--prepare", "model"), "net.py:build"),
         (("--prepare", "model", "--crop", "4"), "--prepare model does all by itself: leave out --crop"),
     ):

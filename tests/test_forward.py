@@ -171,7 +171,8 @@ def test_a_task_says_what_inputs_are(files, tmp_path):
     stats = FeatureStats.load(files[3])
     replace(stats, origin=replace(stats.origin, nonce=nonce)).save(files[3])
     (tmp_path / "task.toml").write_text(
-        f'version = 1\nnonce = "{nonce}"\n[model]\nmodel = "net.py:Net"\n[data]\npreparation = "image_size=8 channels=3"\n'
+        f'version = 1\nnonce = "{nonce}"\n[model]\nmodel = "net.py:Net"\n'
+        '[data]\npreparation = "image_size=8 channels=3"\n'
         '[files]\n"net.py" = "' + hashlib.sha256(NET.encode()).hexdigest() + '"\n'
     )
     answer = unskew("calibrate", "--task", "task.toml", "--trust", "--stats", files[3], "--out", "x")

@@ -17,7 +17,7 @@ from unskew import files, images, limits, readers, tabular
 from unskew.choice import _read
 from unskew.errors import DataError, UsageError
 from unskew.results import load_tree, metadata_of
-from unskew.statistics_file import head_of
+from unskew.statistics_header import head_of
 from unskew.tasks import load
 from unskew.weights import read_weights
 

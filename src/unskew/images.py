@@ -223,6 +223,9 @@ def scaled(image: Picture, preparation: Preparation) -> Picture:
     if (width, height) != image.size:
         image = image.resize((width, height), Image.Resampling[INTERPOLATIONS[preparation.interpolation]])
     if preparation.crop is not None:
+        limits.check(
+            "pixels", preparation.crop**2, f"an image of {image.width} x {image.height} cut to {preparation.crop}"
+        )
         left, top = (_middle(length, preparation.crop, preparation.offset) for length in (width, height))
         image = image.crop((left, top, left + preparation.crop, top + preparation.crop))  # black beyond the image
     return image

@@ -23,7 +23,7 @@ WORDS = ("int8", "int16", "int32", "int64", "bool")
 MOST, PARTS = 2**27, 64  # numbers in one example, and inputs: a line that says more is damaged
 EXAMPLES = 2  # that are enough to see what a model does
 _SIZE = "[1-9][0-9]{0,8}"
-_PART = re.compile(rf"(?:([A-Za-z_][A-Za-z0-9_]*):)?({'|'.join(REAL + WORDS)})\[((?:{_SIZE}(?:,{_SIZE})*)?)\]")
+_PART = re.compile(rf"(?:([A-Za-z_][A-Za-z0-9_]*):)?({'|'.join(REAL + WORDS)})\[((?:{_SIZE}(?:,{_SIZE}){{0,31}})?)\]")
 
 
 class Part(NamedTuple):

@@ -104,7 +104,7 @@ def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
 
 
 def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
-    """Files of the same data, and parts of sums that are there themselves or in another sum."""
+    """Files of the same data or of the same site, and parts of sums that are there themselves or in another sum."""
     warnings: list[str] = []
     known: dict[str, list[tuple[Part, Path]]] = {}  # by their counts
     signers: dict[str, list[Path]] = {}

@@ -161,7 +161,7 @@ class Preparation:
                     given[name] = _KINDS[name](value)
             found = cls(**given)
         except (KeyError, ValueError) as error:  # a UsageError is a ValueError too
-            why = f"{error.args[0]!r} is unknown" if isinstance(error, KeyError) else str(error)
+            why = f"{str(error.args[0])[:80]!r} is unknown" if isinstance(error, KeyError) else str(error)[:300]
             raise DataError(f"preparation is {text[:200]!r}, which can't be read: {why}") from None
         if str(found) != text:
             raise DataError(f"preparation is {text[:200]!r}; Unskew would write it as {str(found)[:200]!r}")

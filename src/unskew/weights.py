@@ -55,9 +55,9 @@ def is_safetensors(path: Path) -> bool:
 def is_script(path: Path) -> bool:
     """Whether a file is a module that torch.jit.save wrote."""
     with open_regular(path) as file:
-        if not zipfile.is_zipfile(file):
-            return False
         try:
+            if not zipfile.is_zipfile(file):
+                return False
             with zipfile.ZipFile(file) as archive:
                 return any(name.endswith("/constants.pkl") for name in archive.namelist())
         except Exception:  # damaged: whoever reads it says so
