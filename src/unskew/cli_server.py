@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from unskew.cli_answers import Conversation, validated
+from unskew.cli_keys import check_signatures, key_of
 from unskew.cli_model import check_alike, opened_for
 from unskew.cli_options import (
     FORMS,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from unskew.models import Split
     from unskew.origin import Origin
     from unskew.scrutiny import Summary
-    from unskew.signing import Key
     from unskew.statistics import FeatureStats
     from unskew.statistics_header import Head
 
@@ -177,29 +177,13 @@ def _sent(wish: Wish, asked: Asked) -> Sent:
         check_role(path, head, path in wish.sums)
         if not head.examples:
             raise DataError(f"{path}: the site has no examples: leave its file out")
-    _check_signatures(wish, asked, known)
+    if wish.sites is not None and asked.task is None:
+        raise UsageError("--sites needs --task: without its nonce, a file of an older task would pass for a new one")
+    check_signatures(known, wish.files, wish.sums, wish.sites, wish.sign)
     kept, removed = _kept((*wish.files, *wish.sums), wish.without, known)
     _check_sources(asked, known)
     check_alike(known)
     return Sent(known, kept, removed)
-
-
-def _check_signatures(wish: Wish, asked: Asked, known: Mapping[Path, Head]) -> None:
-    """Refuse what the sites have not signed where their keys are given; and sums that are not this server's where its
-    own key is.
-    """
-    from unskew.signing import Sites, check_senders, check_signed, read_key, read_sites
-
-    if wish.sites is not None:
-        if asked.task is None:
-            raise UsageError(
-                "--sites needs --task: without its nonce, a file of an older task would pass for a new one"
-            )
-        check_senders([(path, known[path].signed) for path in wish.files], read_sites(wish.sites))
-    if wish.sign is not None:
-        key = read_key(wish.sign)
-        for path in wish.sums:
-            check_signed(path, known[path].signed, Sites(str(wish.sign), {key.name: key.public}))
 
 
 def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
@@ -292,7 +276,7 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
     if wish.robust:
         summed = _moderated(wish, sent, plan)
     if wish.keep:
-        save_sum(summed, wish.keep, _key(wish))
+        save_sum(summed, wish.keep, key_of(wish.sign))
         show(f"{wish.keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
         if plan.useful and not wish.propose:
             summed = summed.reduced(plan.useful)
@@ -365,7 +349,7 @@ def _propose(path: Path, wish: Wish, opened: Opened, material: Material, given: 
     auto = wish.calibrator == "auto"
     names = candidates(material.stats.form, len(material.sites), bias) if auto else [wish.calibrator]
     made = {name: _made(name, wish, material, model.classifier) for name in names}
-    write_heads(path, model, made, material.stats, fresh, _key(wish))
+    write_heads(path, model, made, material.stats, fresh, key_of(wish.sign))
     show(f"{path}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
     answer = f"--heads {quote(str(path))} --stats ITS_NAME.stats --out ITS_NAME.answer"
     show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
@@ -403,12 +387,6 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     if not wish.heads:
         doubt = "this head" if opened.fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
-
-
-def _key(wish: Wish) -> Key | None:
-    from unskew.signing import read_key
-
-    return None if wish.sign is None else read_key(wish.sign)
 
 
 def _called(given: Mapping[str, Any]) -> str:

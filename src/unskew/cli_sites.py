@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from unskew.cli_keys import key_of
 from unskew.cli_options import (
     PATH,
     SHARE,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from unskew.answers import Owner
     from unskew.opening import Site
-    from unskew.signing import Key
 
 
 # ---------------------------------------------------------------------------------------------- stats
@@ -56,7 +56,7 @@ def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: 
     """On a site: write the moments of its features to a small file."""
     asked = asked_for(given)
     check_free([out], force, inputs_of({**asked.values, "sign": sign}))
-    key = _key_of(sign)
+    key = key_of(sign)
     from unskew.errands import bytes_in, collected, form_within
     from unskew.plausibility import told
     from unskew.statistics_file import save, size_of
@@ -127,7 +127,7 @@ def evaluate(
     asked = asked_for(given, free=["hold_out"], other_weights=not heads)
     if out:
         check_free([out], force, inputs_of({**asked.values, "heads": heads, "own": own, "sign": sign}))
-    key, owner = _key_of(sign), _owner(own, asked) if own else None
+    key, owner = key_of(sign), _owner(own, asked) if own else None
     from unskew.answers import Answer, answer_text, check_capped
     from unskew.errands import scores_of
     from unskew.heads_file import known_of_heads
@@ -171,12 +171,6 @@ def evaluate(
     show(table)
     if out:
         show(f"{out}: the counts, for the server")
-
-
-def _key_of(path: Path | None) -> Key | None:
-    from unskew.signing import read_key
-
-    return None if path is None else read_key(path)
 
 
 def _owner(path: Path, asked: Asked) -> tuple[str, Owner]:

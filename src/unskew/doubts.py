@@ -207,9 +207,9 @@ def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
     for labels in several.split(max(1, BLOCK // (len(sites) * dimension))):
         means, some = torch.stack([site.mean[labels] for site in sites]), counts[:, labels]
         apart = ((means - _central(means, some)[0]) ** 2).sum(2)
-        spreads.append((some * apart)[some > 0])
-    seen = torch.cat(spreads) if spreads else counts.new_zeros(1)
-    seen = seen[seen > 1e-9 * seen.max()]  # where one of two sites is the trimmed mean, it is no distance from it
+        away = (some > 0) & (apart > 1e-18 * (means**2).sum(2))  # of two sites one may be the trimmed mean itself
+        spreads.append((some * apart)[away])
+    seen = torch.cat(spreads) if spreads else counts.new_zeros(0)
     alike = float(seen.median()) / dimension if len(seen) else 0.0
     return [torch.full((dimension,), alike, dtype=torch.float64)] * len(sites)
 
