@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from adversary import corpus, forging, judging, kills, laws, malicious, report, strangers
+from adversary import corpus, forging, judging, kills, laws, malicious, reading, report, strangers
 
 MUTANTS = 60  # one of each file
 OF_THE_ISSUE = [  # what was accepted once, and what it cost
@@ -50,6 +50,18 @@ def test_mutated_files_are_refused_by_a_sentence(files) -> None:
     assert not bad, report.details(report.Findings(SEED, 0, 1, found, [], []))
     assert {verdict.number for verdict in found} == set(range(MUTANTS))
     assert sum(verdict.verdict == "refused" for verdict in found) > MUTANTS  # each has one reader or several
+
+
+def test_a_model_that_names_a_file_does_not_run_it(files, tmp_path, monkeypatch) -> None:
+    original = next(one for one in files.originals if one.path.name == "model.safetensors")
+    forged = forging.read(original.path.read_bytes())
+    forged.set("unskew", {**forged.get("unskew"), "network": "canary.py:build"})
+    (tmp_path / "model.safetensors").write_bytes(forging.written(forging.resealed(forged)))
+    (tmp_path / "canary.py").write_text(judging.CANARY)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(reading.Refused, match=r"canary\.py"):
+        original.readers[0].read(Path("model.safetensors"))
+    assert not Path("canary").exists()
 
 
 def test_a_site_that_lies_is_refused_or_named(files, tmp_path) -> None:
