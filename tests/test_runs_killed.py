@@ -149,7 +149,7 @@ def test_other_commands_leave_nothing_half_written(tmp_path, monkeypatch, comman
     words = {
         "stats": ["stats", *site, "--out", "out"],
         "calibrate": ["calibrate", "--stats", "a.stats", *site[:4], "--out", "out"],
-        "evaluate": ["evaluate", *site, "--heads", "heads", "--out", "out"],
+        "evaluate": ["evaluate", *site, "--heads", "heads", "--stats", "a.stats", "--out", "out"],
         "run": ["run", *tiny(blobs(tmp_path / "blobs.npz")), "--out", "out"],
     }
     before = sorted(path.name for path in tmp_path.iterdir())
