@@ -271,3 +271,24 @@ def test_a_lock_of_a_killed_run_is_taken_over(data, tmp_path):
     next(running)
     assert json.loads((out / locks.NAME).read_text())["process"] == os.getpid()
     running.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "other content"])
+def test_a_locks_file_that_leads_elsewhere_is_refused_and_nothing_is_written_there(tmp_path, kind):
+    victim = tmp_path / "victim.txt"
+    victim.write_text("mine" * 1000)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    place = folder / ".lock"
+    if kind == "link":
+        place.symlink_to(victim)
+    elif kind == "hard link":
+        os.link(victim, place)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.write_text("mine" * 1000)
+    with pytest.raises(UsageError, match=r"\.lock: it is no lock's file"), folder_locked(folder, "wait"):
+        pass
+    assert victim.read_text() == "mine" * 1000
+    assert place.is_symlink() or place.exists()

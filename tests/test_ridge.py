@@ -15,7 +15,8 @@ from unskew.collecting import collect
 from unskew.heads import calibrate
 from unskew.models import Split
 from unskew.origin import Origin
-from unskew.ridge import GRID, solve, squared_error, strength
+from unskew.packing import pack
+from unskew.ridge import GRID, equations, solve, squared_error, strength
 from unskew.statistics import FeatureStats, added
 
 
@@ -155,3 +156,22 @@ def test_solutions_of_singular_equations_are_the_limit_of_small_ridges(ridge):
         else np.linalg.solve(gram.numpy() + ridge * np.eye(25), cross.numpy())
     )
     assert solve(gram.clone(), cross, ridge).numpy() == pytest.approx(expected, abs=1e-9)
+
+
+def test_what_one_site_says_of_dead_features_does_not_reach_the_others():
+    """A scatter that ties dead features to live ones by 1e-18 once made weights of 1e20, and rounding did the rest."""
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(500, 6, generator=draw, dtype=torch.float64)
+    z[:, 4:] = 0  # dead
+    y = z[:, :4].argmax(1)
+    honest = FeatureStats.of(z, y, classes=4)
+    tie = torch.tensor([1.0, -1.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    plain = equations(replace(honest, scatter=honest.scatter + pack(torch.outer(tie, tie))), intercept=True)
+    expected = solve(plain.gram, plain.cross, 0.0)
+    for size in (1e-22, 1e-18, 1e-14, 1e-10):
+        lie = tie + torch.tensor([0, 0, 0, 0, size, -size], dtype=torch.float64)
+        found = equations(replace(honest, scatter=honest.scatter + pack(torch.outer(lie, lie))), intercept=True)
+        live = solve(found.gram, found.cross, 0.0)[:4]
+        gone = equations(honest, intercept=True)  # where the tie explains itself away by the dead features
+        either = expected[:4] if size < 1e-15 else solve(gone.gram, gone.cross, 0.0)[:4]
+        assert torch.allclose(live, either, rtol=1e-5, atol=1e-9), size

@@ -263,7 +263,7 @@ class Material(NamedTuple):
 
 def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
-    from unskew.doubts import check_sum
+    from unskew.doubts import check_sum, dominating
     from unskew.statistics_file import load, save_sum, total_of
 
     seen: list[Summary] = []
@@ -272,6 +272,8 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
         summed = total_of(own, plan.form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
                           examine=seen.append)  # fmt: skip
     _check_plausible(wish, seen, summed)
+    for text in dominating({str(path): sent.known[path].examples for path in own}):
+        note(text)
     check_sum(summed, bool(sent.removed), max(site.step for site in seen))
     if wish.robust:
         summed = _moderated(wish, sent, plan)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ MANY = 3  # classes whose examples are taken for others': refused
 NEGATIVE = 0.01  # of the squared length: how much of a mean may be negative where others' are not
 DRIFT = 6.0  # times what chance would do, and what the other sites have: told
 GIANT = 1000.0  # times the examples of all other sites together: refused
+HALF, OF_TWO = 0.5, 0.8  # of all examples, from which a site dominates, of many and of two: told
 BLOCK = 2**22  # numbers that are sorted at a time
 PAIRS = 1000  # classes that are compared with each other
 ROUNDED = 1e-7  # relative: what a sum may be rounded by when something was taken out
@@ -86,6 +87,18 @@ def doubts_of(sites: Sequence[Summary]) -> list[Doubt]:
 def doubts_about(sites: Sequence[FeatureStats]) -> list[Doubt]:
     """All that is odd about the statistics of some sites, in memory."""
     return doubts_of([summary_of(site, f"site {number}") for number, site in enumerate(sites)])
+
+
+def dominating(examples: Mapping[str, float]) -> list[str]:
+    """In words, which sites have so many of all examples that the head is theirs: counts that nobody can check."""
+    total = sum(examples.values())
+    most = (HALF if len(examples) > 2 else OF_TWO) * total
+    return [
+        f"{site} dominates: {count / total:.0%} of all examples; --robust caps a site's weight, and --prior sets the "
+        "mix of classes"
+        for site, count in examples.items()
+        if len(examples) > 1 and count > most
+    ]
 
 
 def check_sum(total: FeatureStats, removed: bool, step: float = 0.0) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unskew.doubts import doubts_of
+from unskew.doubts import dominating, doubts_of
 from unskew.errors import DataError
 from unskew.fingerprints import Part, same_data
 from unskew.influence import influences
@@ -17,7 +17,6 @@ from unskew.statistics import REDUCES, FeatureStats
 from unskew.statistics_file import load
 from unskew.statistics_header import Head, head_of
 
-LARGE, OF_TWO = 0.5, 0.8  # shares of all examples from which a site dominates, of many and of two
 CHEAP = {"class": "diagonal", "pooled": "none"}  # what is held of each file: skewness takes squares of each class
 NAMED = 20  # classes in a warning
 LEANING = 1.0  # skewness from which features are far from Gaussian
@@ -123,12 +122,8 @@ def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str
 
 
 def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], counts: list[list[int]]) -> list[str]:
-    warnings = []
-    total = sum(map(sum, counts))
-    if len(files) > 1:
-        for path, site in zip(files, zip(*counts, strict=True), strict=True):
-            if sum(site) > (LARGE if len(files) > 2 else OF_TWO) * total:
-                warnings.append(f"{path} dominates: {sum(site) / total:.0%} of all examples; --prior can help")
+    own = {str(path): head.examples for path, head in zip(files, heads, strict=True) if not head.parts}
+    warnings = dominating(own)
     for path, site in zip(files, zip(*counts, strict=True), strict=True):
         if not sum(site):
             warnings.append(f"{path} holds no examples")

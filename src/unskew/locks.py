@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import socket
+import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +31,9 @@ except ImportError:  # Windows
 
 NAME = ".lock"  # in a folder
 PATIENCE = 3.0  # seconds to wait for the processes of one that was killed, which end a little later
+LONGEST = 1000  # bytes of a lock's file
 LOOK = 0.05  # seconds between two looks
+_CAREFUL = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # never wait for a pipe, never follow a link
 _HELD: set[int] = set()  # file descriptors
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
@@ -109,7 +112,7 @@ def _locked(path: Path, wait: Callable[[Holder | None], None]) -> Iterator[None]
 
 def _taken(path: Path) -> int | None:
     """The open file of a lock that is ours now; None if another has it."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    file = _opened(path)
     try:
         if _flocked(file, path) and _same(file, path):  # else it has been removed by who held it before
             mine = Holder(os.getpid(), socket.gethostname(), time.strftime("%Y-%m-%d %H:%M:%S"))
@@ -121,6 +124,22 @@ def _taken(path: Path) -> int | None:
         raise
     os.close(file)
     return None
+
+
+def _opened(path: Path) -> int:
+    """A lock's file, made if it is not there. A link would let others choose which file we write: it is refused."""
+    remedy = "it is no lock's file but something else: remove it"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | _CAREFUL, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise UsageError(f"{path}: {remedy}") from None
+        raise
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_size > LONGEST:
+        os.close(file)
+        raise UsageError(f"{path}: {remedy}")
+    return file
 
 
 def _flocked(file: int, path: Path) -> bool:
@@ -149,7 +168,7 @@ def _warn(path: Path, why: str) -> None:
 def _same(file: int, path: Path) -> bool:
     """Whether a path still leads to an open file."""
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
+        return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
         return False
 
@@ -158,7 +177,7 @@ def _holder(path: Path) -> Holder | None:
     """Who holds a lock, as its file says; None where that can't be read, or is just being written."""
     try:
         with path.open("rb") as file:
-            return Holder(**json.loads(file.read(1000)))
+            return Holder(**json.loads(file.read(LONGEST)))
     except (OSError, ValueError, TypeError):
         return None
 

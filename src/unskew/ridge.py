@@ -20,6 +20,7 @@ from unskew.statistics import STILL, FeatureStats
 
 log = logging.getLogger(__name__)
 
+APART = 1e7  # between features' sizes, from which on a solution that mixes their units loses its digits
 GRID = torch.logspace(-8, 2, 41, dtype=torch.float64)  # ridges to choose from, in units of each feature's squares
 
 
@@ -29,12 +30,19 @@ def solve(gram: Tensor, cross: Tensor, ridge: float | Tensor) -> Tensor:
     The ridge is one number for all features, or one for each.
 
     Solved by Cholesky in float64, in units in which each feature's squares add up to 1, so that small features keep
-    their digits. Where that matrix is singular or so near that digits would be lost (a feature that is always zero,
-    fewer examples than features; noise that was added), eigenvalues above d * eps * the largest count, and the solution
-    of least norm is taken: the limit of ever smaller ridges.
+    their digits. A feature that is zero beside the others, to their last digit, gets no weight. Where the matrix of the
+    others is singular or so near that digits would be lost (fewer examples than features; features that repeat each
+    other), eigenvalues above d * eps * the largest count, and the solution of least norm is taken: the limit of ever
+    smaller ridges. Where features' sizes are too far apart for that, it is the least in each feature's own units.
     """
     gram.diagonal().add_(ridge)
     scale = _units(gram.diagonal())
+    there = scale > 0
+    if not there.all():
+        found = torch.zeros_like(cross)
+        if there.any():
+            found[there] = solve(gram[there][:, there], cross[there], 0.0)
+        return found
     gram.mul_(scale).mul_(scale[:, None])
     kept, lower = pack(gram), gram.T
     failed = factor_in_place(lower)  # half a matrix is kept instead of a second one
@@ -44,15 +52,19 @@ def solve(gram: Tensor, cross: Tensor, ridge: float | Tensor) -> Tensor:
         return torch.linalg.solve_triangular(lower.T, half, upper=True).mul_(scale[:, None])
     values, vectors = torch.linalg.eigh(unpack(kept, len(gram)))
     real = values > tolerance * values[-1]
+    values, vectors = values[real], vectors[:, real]
+    if scale.max() > APART * scale.min():
+        return scale[:, None] * (vectors @ (vectors.T @ (scale[:, None] * cross) / values[:, None]))
     # gram = B diag(values) B' with B = Q R: its inverse on what B spans is Q R^-T diag(1 / values) R^-1 Q'
-    q, r = torch.linalg.qr(vectors[:, real] * torch.where(scale > 0, 1 / scale, 0.0)[:, None])
-    half = torch.linalg.solve_triangular(r, q.T @ cross, upper=True) / values[real, None]
+    q, r = torch.linalg.qr(vectors / scale[:, None])
+    half = torch.linalg.solve_triangular(r, q.T @ cross, upper=True) / values[:, None]
     return q @ torch.linalg.solve_triangular(r.T, half, upper=False)
 
 
 def _units(squares: Tensor) -> Tensor:
-    """What to multiply features by so that their squares add up to 1; zero for those that have none."""
-    return torch.where(squares > 0, squares, torch.inf).rsqrt()
+    """What to multiply features by so that their squares add up to 1; zero for those that are nothing beside others."""
+    least = squares.max().clamp(min=0) * torch.finfo(squares.dtype).eps ** 2
+    return torch.where(squares > least, squares, torch.inf).rsqrt()
 
 
 class Equations(NamedTuple):
