@@ -347,6 +347,18 @@ def test_a_robust_sum_caps_what_a_site_weighs(digits):
         robust_sum(sites, cap=0.5)
 
 
+def test_a_robust_sum_pulls_in_a_class_that_one_site_alone_has(digits):
+    """Of one site the trimmed mean is its own: then reach is all that is left."""
+    *sites, last = [stats_of(digits, mine) for mine in cut(digits, 5, None, 0)]
+    alone = [replace(site, count=site.count.index_fill(0, torch.tensor([3]), 0.0),
+                     mean=site.mean.index_fill(0, torch.tensor([3]), 0.0)) for site in sites]  # fmt: skip
+    far = last.mean.clone()
+    far[3] *= 1e6
+    mean = robust_sum([*alone, replace(last, mean=far)]).mean
+    lengths = mean.norm(dim=1)
+    assert float(lengths[3]) < 6 * float(lengths.median())
+
+
 # -------- The commands --------
 
 

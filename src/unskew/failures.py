@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import re
 import shlex
 import sys
 import time
@@ -25,6 +24,7 @@ import click
 from unskew import __version__
 from unskew.console import printable, put_json, tell
 from unskew.errors import UnskewError, UsageError, one_line
+from unskew.files import is_memory
 from unskew.results import cache_folder
 from unskew.stopping import exit_code
 
@@ -33,7 +33,6 @@ LOG = 10**6  # bytes of the log, above which it is put aside, in the place of th
 ENTRY = 60_000  # characters of one traceback, at most
 WORDS = 300  # characters of a message that nobody wrote for people
 
-_MEMORY = re.compile("out of memory|can't allocate memory|unable to allocate", re.IGNORECASE)
 _REMEDIES = {  # of the system's errors
     errno.EACCES: "check the rights of the file and of its folder, or choose another place",
     errno.EPERM: "check the rights of the file and of its folder, or choose another place",
@@ -90,7 +89,7 @@ def told(error: BaseException) -> str | None:
 
 
 def _sentence(error: BaseException) -> str | None:
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
+    if is_memory(error):
         return _of_memory(error)
     if isinstance(error, RecursionError):
         return f"{_where(error)}: it is nested too deeply to be read: have it written anew"

@@ -22,6 +22,8 @@ from typing import Any, BinaryIO
 from unskew import limits
 from unskew.errors import DataError, UnskewError, one_line
 
+_MEMORY = re.compile("out of memory|can't allocate memory|unable to allocate", re.IGNORECASE)
+
 WHOLE = 2**64  # whole numbers are smaller
 
 
@@ -85,9 +87,7 @@ def reading(where: object, what: str = "can't be read") -> Iterator[None]:
 
 def is_memory(error: BaseException) -> bool:
     """Whether Python, numpy or torch ran out of memory."""
-    words = str(error)
-    told = isinstance(error, RuntimeError) and ("can't allocate memory" in words or "out of memory" in words)
-    return isinstance(error, MemoryError) or told
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_MEMORY.search(str(error))))
 
 
 # ---------------------------------------------------------------------------------------------- JSON and TOML
