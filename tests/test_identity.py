@@ -532,3 +532,15 @@ def test_a_copy_is_accepted_by_name(work):
     not_done("--accept names c.stats", *both, "--accept", "c.stats")
     done(*both, "--accept", "b.stats")
     assert np.isfinite((work / "x.st").stat().st_size)
+
+
+def test_a_key_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UsageError, match=r"site_a.key can't be written \(No space left"):
+            signing.new_key(tmp_path / "site_a")
+    assert not list(tmp_path.iterdir())
+    assert [path.name for path in signing.new_key(tmp_path / "site_a")] == ["site_a.key", "site_a.pub"]

@@ -104,7 +104,7 @@ def new_key(path: Path) -> tuple[Path, Path]:
     serialization, ed25519 = _library()
     secret, public = (path.with_name(f"{_name_of(path)}.{end}") for end in ("key", "pub"))
     for file in (secret, public):
-        if file.exists() or file.is_symlink():
+        if os.path.lexists(file):
             raise UsageError(f"{file} is there already, and a key is never replaced: choose another name")
     made = ed25519.Ed25519PrivateKey.generate()
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
@@ -118,6 +118,8 @@ def new_key(path: Path) -> tuple[Path, Path]:
                 out.write(text)
                 os.fsync(out.fileno())
         except OSError as error:
+            for half in (secret, public)[: 1 + (file == public)]:  # ours alone: nothing was there before
+                half.unlink(missing_ok=True)
             raise UsageError(f"{file} can't be written ({error.strerror}): choose another place") from None
     return secret, public
 
