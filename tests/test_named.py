@@ -29,7 +29,7 @@ def refused(path, *words, reader=load):
 
 def test_a_refusal_is_never_endless():
     error = DataError(f"site.stats: {'a' * 10**6}: get it again")
-    assert len(str(error)) < MESSAGE + 20  # and how much was left out
+    assert len(str(error)) <= MESSAGE
     assert str(error).startswith("site.stats: ")
     assert str(error).endswith(": get it again")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

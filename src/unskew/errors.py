@@ -27,7 +27,7 @@ def shortened(text: str, most: int) -> str:
     """
     if len(text) <= most:
         return text
-    side = max((most - 11) // 2, 1)
+    side = max((most - max(11, len(f"({len(text):,} more)"))) // 2, 1)
     return f"{text[:side]}({len(text) - 2 * side:,} more){text[-side:]}"
 
 
