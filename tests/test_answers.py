@@ -237,20 +237,45 @@ def test_under_a_prior_a_small_site_can_decide_and_is_named():
     assert deciding(answers, torch.tensor([0.1, 0.9]).double()) == {"small": "old"}
 
 
+def test_of_honest_sites_nobody_is_named_where_heads_tie():
+    """An answer turns the choice, by one example of a hundred."""
+    answers = {"a": counts([80, 0], [81, 0], [100, 0]), "b": counts([0, 70], [0, 69], [0, 100]),
+               "c": counts([40, 40], [40, 41], [50, 50])}  # fmt: skip
+    right = {name: sum(own[name] for own, _ in answers.values()) for name in ("old", "new")}
+    assert chosen(right, torch.tensor([150, 150]))[0] == "new"
+    assert chosen({name: right[name] - answers["a"][0][name] for name in right}, torch.tensor([50, 150]))[0] == "old"
+    assert deciding(answers) == {}
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+def test_a_lie_that_costs_the_others_more_than_chance_is_named(share):
+    """However small the liar is: it says no more than it needs to."""
+    honest = counts([900, 900], [860, 860], [1000, 1000])
+    n = round(2000 * share / (1 - share))
+    lead = min(n, 161)  # the others' 160 examples, and one
+    answers = {"a": honest, "b": honest, "liar": counts([0, n - lead], [0, n], [0, n])}
+    named = deciding(answers)
+    assert named == ({"liar": "old"} if n > 160 else {})
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4), min_size=2, max_size=6))
-def test_a_site_that_is_not_named_could_have_stayed_at_home(rows):
+def test_without_a_site_that_is_not_named_the_others_would_gain_no_more_than_chance(rows):
     answers = {str(n): counts(row[:2], row[2:], [9, 9]) for n, row in enumerate(rows)}
     named = deciding(answers)
 
     def choice(some):
         parts = list(some)
         right = {name: sum(part[0][name] for part in parts) for name in ("old", "new")}
-        return chosen(right, sum(part[1] for part in parts))[0]
+        return *chosen(right, sum(part[1] for part in parts)), 18 * len(parts)
 
+    best, _, _ = choice(answers.values())
     for site in answers:
-        without = choice(part for name, part in answers.items() if name != site)
-        assert (without != choice(answers.values())) == (site in named)
+        without, accuracies, n = choice(part for name, part in answers.items() if name != site)
+        if site in named:
+            assert named[site] == without != best
+        else:  # a standard error of the difference is at most this
+            assert accuracies[without] - accuracies[best] <= (0.5 / n) ** 0.5
 
 
 def test_the_heads_of_another_sum_are_refused(federation):

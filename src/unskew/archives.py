@@ -32,10 +32,16 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
             with opened_zip(raw, path) as bundle:
                 for entry in bundle.infolist():
                     if not entry.is_dir() and wanted(entry.filename):
+                        limits.check(limit_of(entry.filename), entry.file_size, f"{path}: {entry.filename}")
                         yield entry.filename, bundle.read(entry)
             return
         raw.seek(0)
         yield from _in_tar(_Gunzipped(raw, path), path, wanted)
+
+
+def limit_of(name: str) -> str:
+    """The limit for a file of a data set: a list of names is a text."""
+    return "text" if name.endswith(".txt") else "image"
 
 
 def opened_zip(raw: BinaryIO, path: Path) -> zipfile.ZipFile:
@@ -84,6 +90,7 @@ def _in_tar(stream: _Gunzipped, path: Path, wanted: Callable[[str], bool]) -> It
             tar.members.clear()  # type: ignore[attr-defined]  # all of which it would keep
             content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
             if content is not None and wanted(member.name):
+                limits.check(limit_of(member.name), member.size, f"{path}: {member.name}")
                 yield member.name, content.read()
     while stream.read(BLOCK):  # gzip compares its checksum at the very end only
         pass

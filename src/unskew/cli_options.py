@@ -292,14 +292,14 @@ def _resolved(path: Path) -> Path:
         raise UsageError(f"{path} is no name of a file ({error}): choose another") from None
 
 
-def probe(path: Path) -> None:
+def probe(path: Path, remedy: str = "choose another place") -> None:
     """Refuse a file that can't be written: tried in its folder or, where that is still to be made, in the one above.
     Nothing of the trial stays.
     """
     place = _resolved(path)
     folder = next(above for above in place.parents if above.exists())
     if path.exists() and not os.access(path, os.W_OK):
-        raise UsageError(f"{path} can't be written: it is read-only; choose another name")
+        raise UsageError(f"{path} can't be written: it is read-only; {remedy}")
     try:
         if folder == place.parent:
             trial = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # the name that it is written under
@@ -309,15 +309,12 @@ def probe(path: Path) -> None:
             tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         reason = "is no folder" if not folder.is_dir() else f"can't be written to ({error.strerror})"
-        raise UsageError(f"{path} can't be written: {folder} {reason}; choose another place") from None
+        raise UsageError(f"{path} can't be written: {folder} {reason}; {remedy}") from None
 
 
 def probe_folder(folder: Path) -> None:
     """Refuse a folder of runs that can't be made, or not be written to."""
-    try:
-        probe(folder / "records.jsonl")
-    except UsageError as error:
-        raise UsageError(f"{str(error).rpartition(';')[0]}; choose another --out") from None
+    probe(folder / "records.jsonl", "choose another --out")
 
 
 def inputs_of(given: Mapping[str, Any]) -> list[Path]:

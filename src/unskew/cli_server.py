@@ -34,6 +34,7 @@ from unskew.cli_options import (
 )
 from unskew.console import bar, printable, show
 from unskew.errors import DataError, UsageError
+from unskew.files import reading
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -196,7 +197,8 @@ def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
         if asked.task is not None:
             check_head(asked.task, asked.values["task"], path, head)
         said = head.origin.preparation
-        preparation = None if said is None else Preparation.parse(said)
+        with reading(path):
+            preparation = None if said is None else Preparation.parse(said)
         check_known(Known(str(path), head.origin.labels, preparation, head.origin.inputs), asked.sources)
         if asked.task is not None:
             expected, found = images_of(asked.task.preparation), head.origin.inputs

@@ -25,6 +25,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from unskew.errors import shortened
 from unskew.results import Record
 from unskew.specs import without_folders
 from unskew.timetable import Usage
@@ -46,9 +47,7 @@ def printable(text: str, most: int = LINE) -> str:
     >>> printable("abcdefghijklmnopqrstuvwxyz", 17)
     'abc(20 more)xyz'
     """
-    if len(text) > most:
-        side = max((most - 11) // 2, 1)
-        text = f"{text[:side]}({len(text) - 2 * side:,} more){text[-side:]}"
+    text = shortened(text, most)
     if text.isprintable():
         return text
     return "".join(one if _is_seen(one) else one.encode("unicode_escape").decode() for one in text)

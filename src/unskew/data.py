@@ -22,6 +22,7 @@ from torch import Tensor
 from unskew import readers
 from unskew.download import Progress, fetch
 from unskew.errors import DataError, UsageError, lookup
+from unskew.files import reading
 from unskew.results import cache_folder
 
 Values = Tensor | npt.NDArray[Any]
@@ -378,12 +379,15 @@ def load(
     scalable = path.is_dir() if known is None else name in ("cinic10", "tiny-imagenet")
     if size is not None and (size < 1 or not scalable):
         raise UsageError(f"size={size} for {name}: 1 or more, and only for data that come as image files")
-    if known is not None:
-        arrays = _read(known, place, labels, size, _find(known, place, download, progress))
-    elif path.is_dir():
-        arrays = readers.class_folders(path, place / "decoded", size)
-    else:
-        arrays = readers.npz(path)
-    title = known.name if known else path.absolute().name.removesuffix(".npz")
-    x, x_test = channels_first(arrays.x), channels_first(arrays.x_test)
-    return dataset(title, x, arrays.y, x_test, arrays.y_test, arrays.labels)
+    sources = [path] if known is None else _find(known, place, download, progress)
+    where = name if not sources else sources[0] if len(sources) == 1 else sources[0].parent
+    with reading(where, "can't be used"):
+        if known is not None:
+            arrays = _read(known, place, labels, size, sources)
+        elif path.is_dir():
+            arrays = readers.class_folders(path, place / "decoded", size)
+        else:
+            arrays = readers.npz(path)
+        title = known.name if known else path.absolute().name.removesuffix(".npz")
+        x, x_test = channels_first(arrays.x), channels_first(arrays.x_test)
+        return dataset(title, x, arrays.y, x_test, arrays.y_test, arrays.labels)

@@ -16,8 +16,26 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 
 
+MESSAGE = 4_000  # characters of a refusal: what a file holds, and is quoted, can be any number of them
+
+
+def shortened(text: str, most: int) -> str:
+    """Text of which the middle is left out where it has too many characters.
+
+    >>> shortened("abcdefghijklmnopqrstuvwxyz", 17)
+    'abc(20 more)xyz'
+    """
+    if len(text) <= most:
+        return text
+    side = max((most - max(11, len(f"({len(text):,} more)"))) // 2, 1)
+    return f"{text[:side]}({len(text) - 2 * side:,} more){text[-side:]}"
+
+
 class UnskewError(ValueError):
-    """Anything that Unskew refuses; the message says what to do instead."""
+    """Anything that Unskew refuses; the message says what to do instead, and is never endless."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(message, MESSAGE))
 
 
 class UsageError(UnskewError):
@@ -37,6 +55,7 @@ def lookup(kind: str, name: str, table: Mapping[str, Item]) -> Item:
     """
     if name in table:
         return table[name]
+    name = shortened(name, 200)  # comparing takes its time
     near = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
     hint = f": did you mean {near[0]!r}?" if near else "."
     raise UsageError(f"unknown {kind} {name!r}{hint} There are: {', '.join(table)}")

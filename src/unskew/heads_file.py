@@ -149,6 +149,8 @@ def _known(path: Path, told: Mapping[str, Any]) -> Known:
     labels, preparation, inputs = told["labels"], told["preparation"], told["inputs"]
     if labels is not None and not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
         raise ValueError("labels is no list of names")
+    if labels is not None and len(set(labels)) < len(labels):
+        raise ValueError("labels names a class twice")
     if inputs is not None and not parsed(str(inputs)):
         raise ValueError(f"inputs is {inputs!r}")
     names = None if labels is None else tuple(labels)

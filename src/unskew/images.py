@@ -95,9 +95,17 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
     return sorted(found, key=lambda entry: entry.name)
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder; one that can't be followed, as links in a circle, is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def folders(path: Path) -> tuple[str, ...]:
     """The names of the class folders in a folder, in the order of their numbers, without hidden ones."""
-    return in_order([entry.name for entry in _entries(path) if entry.is_dir()], path)
+    return in_order([entry.name for entry in _entries(path) if _is_folder(entry)], path)
 
 
 def splits(path: Path) -> list[str]:
@@ -121,7 +129,7 @@ def listed(path: Path, start: str, classes: Sequence[str]) -> tuple[list[list[Pa
     for name in classes:
         images.append([])
         for entry in _entries(root / name):
-            if entry.is_dir():
+            if _is_folder(entry):
                 inner.append(f"{name}/{entry.name}")
             elif entry.name.lower().endswith(SUFFIXES):
                 images[-1].append(root / name / entry.name)
@@ -131,10 +139,10 @@ def listed(path: Path, start: str, classes: Sequence[str]) -> tuple[list[list[Pa
         "files that are no images": other,
         "folders inside class folders": inner,
         "images beside the class folders": [
-            entry.name for entry in _entries(root) if entry.name.lower().endswith(SUFFIXES) and not entry.is_dir()
+            entry.name for entry in _entries(root) if entry.name.lower().endswith(SUFFIXES) and not _is_folder(entry)
         ],
         f"folders beside {' and '.join(used)}": [
-            entry.name for entry in _entries(path) if start and entry.is_dir() and f"{entry.name}/" not in used
+            entry.name for entry in _entries(path) if start and _is_folder(entry) and f"{entry.name}/" not in used
         ],
     }
     return images, tuple(LeftOut(kind, len(names), tuple(names[:NAMED])) for kind, names in kinds.items() if names)

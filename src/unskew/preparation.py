@@ -64,7 +64,7 @@ class Preparation:
     def __post_init__(self) -> None:
         if self.numbers is not None and not _NUMBERS.fullmatch(self.numbers):
             allowed = "'pixels/255', 'values' or like 'columns:1a2b3c4d'"
-            raise UsageError(f"numbers is {self.numbers!r}: it must be {allowed}")
+            raise UsageError(f"numbers is {self.numbers[:80]!r}: it must be {allowed}")
         for name in ("image_size", "resize", "crop"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), _SIDE)

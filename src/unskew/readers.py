@@ -99,8 +99,9 @@ def contents(path: Path, inside: str = "", skip: tuple[str, ...] = ()) -> Files:
     compared. `inside` is the archive's outermost folder, which is left out of the names.
     """
     if path.is_dir():
-        found = {file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for file in _walk(path)}
-        return {name: found[name] for name in sorted(found) if not name.startswith(skip)}
+        names = sorted(file.relative_to(path).as_posix() for file in _walk(path))
+        found = [name for name in names if not name.startswith(skip)]
+        return {name: partial(read_bytes, path / name, archives.limit_of(name)) for name in found}
 
     def within(name: str) -> str:
         return name.removeprefix("./").removeprefix(inside + "/")
@@ -116,6 +117,13 @@ def _take(files: Files, name: str, path: Path) -> bytes:
     if name not in files:
         raise DataError(f"{path} holds no {name}: the copy is incomplete")
     return files[name]()
+
+
+def _rows(files: Files, name: str, path: Path) -> Iterator[tuple[str, str]]:
+    """The first two columns of a text whose columns are parted by tabs, line by line; empty where there is none."""
+    for line in io.StringIO(_take(files, name, path).decode(errors="replace"), newline=None):
+        first, second, *_ = [*line.rstrip("\n").split("\t", 2), ""]
+        yield first, second
 
 
 def _images(files: Files, names: Sequence[str], path: Path, size: int | None) -> Array:
@@ -373,20 +381,22 @@ def tiny_imagenet(path: Path, cache: Path | None = None, size: int | None = None
 
     def decode() -> Arrays:
         files = contents(path, "tiny-imagenet-200", skip=("test/",))
-        wnids, words, annotations = (
-            [[*line.split("\t"), ""] for line in _take(files, name, path).decode(errors="replace").splitlines()]
-            for name in ("wnids.txt", "words.txt", "val/val_annotations.txt")
-        )
-        order = {line[0]: label for label, line in enumerate(wnids)}
-        test = _Listing([], np.zeros(len(annotations), np.int64))
-        for row, (base, name, *_) in enumerate(annotations):
+        order: dict[str, int] = {}
+        for name, _ in _rows(files, "wnids.txt", path):
+            if name in order:
+                raise DataError(f"{path}: wnids.txt has {name[:80]!r} twice")
+            limits.check("classes", len(order) + 1, f"{path}: wnids.txt")
+            order[name] = len(order)
+        meaning = {name: words for name, words in _rows(files, "words.txt", path) if name in order}
+        labels: dict[str, int] = {}  # of the test images
+        for base, name in _rows(files, "val/val_annotations.txt", path):
             file = f"val/images/{base}"
-            if file not in files or name not in order:
-                raise DataError(f"{path}: val/val_annotations.txt has {base} of {name}: unknown image or class")
-            test.names.append(file)
-            test.labels[row] = order[name]
-        meaning = {line[0]: line[1] for line in words}
+            if file not in files or name not in order or file in labels:
+                why = "that image is there twice" if file in labels else "unknown image or class"
+                raise DataError(f"{path}: val/val_annotations.txt has {base[:80]} of {name[:80]}: {why}")
+            labels[file] = order[name]
         train = _listing(files, path, list(order), "train/", "/images")
+        test = _Listing(list(labels), np.array(list(labels.values()), np.int64))
         return _both(files, path, size, (train, test), [meaning.get(name, name) for name in order])
 
     return _cached(path, cache, size, decode)

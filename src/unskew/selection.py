@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ calibrators: dict[str, Callable[..., Calibrator]] = {
 BEST = {"class": "ffc:choose=true", "pooled": "ffc:choose=true", "diagonal": "ccvr", "none": "ncm"}
 """What `auto` takes for each form of statistics."""
 NEED_BIAS = ("lda", "gnb", "ncm")
+CONTRADICTS = 2.0  # standard errors between what a site says of two heads and what the others say
 
 
 def calibrator_of(spec: str, form: str, transform: str = "identity", bias: bool = True) -> Calibrator:
@@ -121,6 +123,9 @@ def deciding(
 ) -> dict[str, str | None]:
     """The sites whose answer decides the choice alone, and what would be chosen without each: None if that is nothing,
     since nobody else has answered. `answers` has of each site what `chosen` takes of all.
+
+    Where heads tie, any answer can turn the choice. So a site is named only if the others lose by it more than chance
+    would, or if what it says of the two heads contradicts what the others say, class by class.
     """
     total = torch.stack([own for _, own in answers.values()]).sum(0)
     names = list(next(iter(answers.values()))[0])
@@ -132,7 +137,36 @@ def deciding(
         if not (rest.sum() > 0):
             found[site] = None
             continue
-        without, _ = chosen({name: right[name] - own[name] for name in names}, rest, prior)
-        if without != best:
+        theirs = {name: right[name] - own[name] for name in names}
+        without, _ = chosen(theirs, rest, prior)
+        if without == best:
+            continue
+        lost = _Lead.of(theirs[without], theirs[best], rest)
+        claimed = _Lead.of(own[best], own[without], examples)
+        if lost.by(rest, prior) > 1 or claimed.beside(lost).by(examples, prior) > CONTRADICTS:
             found[site] = without
     return found
+
+
+class _Lead(NamedTuple):
+    """By how much more of each class one head gets right than another."""
+
+    mean: Tensor  # (C,)
+    variance: Tensor  # (C,) of that mean, by chance
+
+    @classmethod
+    def of(cls, right: Tensor, other: Tensor, total: Tensor) -> _Lead:
+        """That of one head's right answers over the other's."""
+        n = total.double().clamp(min=1)
+        rates = [(counts.double() + 1) / (total.double() + 2) for counts in (right, other)]  # one example proves little
+        return cls((right - other).double() / n, torch.stack([rate * (1 - rate) for rate in rates]).sum(0) / n)
+
+    def beside(self, opposite: _Lead) -> _Lead:
+        """How far it lies from what others found, who say by how much the other head leads."""
+        return _Lead(self.mean + opposite.mean, self.variance + opposite.variance)
+
+    def by(self, total: Tensor, prior: Tensor | None) -> float:
+        """The lead over all classes, each by its examples or by the prior, in standard errors."""
+        share = (total if prior is None else prior * (total > 0)).double()
+        share = share / share.sum()
+        return float(share @ self.mean) / math.sqrt(float(share**2 @ self.variance))

@@ -116,7 +116,7 @@ def site_data(
         if number is not None:
             check_number(name, number, COUNT)
     if labels is not None and (isinstance(labels, str) or not 0 < len(labels) == len(set(labels))):
-        raise UsageError(f"labels is {labels!r}: it must be a list of the classes' names, each of them once")
+        raise UsageError(f"labels is {repr(labels)[:200]}: it must be a list of the classes' names, each of them once")
     names = None if labels is None else tuple(labels)
     path = Path(spec).expanduser()
     kind = _kind(spec, path)

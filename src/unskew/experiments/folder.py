@@ -28,13 +28,14 @@ from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.exchange import Client
 from unskew.experiments.experiment import Experiment
+from unskew.experiments.history import history_of
 from unskew.experiments.parts import own_model, settled_like
 from unskew.files import parse_json, read_json, reading
 from unskew.heads import plain
 from unskew.locks import folder_locked
 from unskew.methods import skeleton
 from unskew.models import Split, build, linear, linear_of
-from unskew.results import Record, load_sealed, read, save_sealed, write_text
+from unskew.results import Record, load_sealed, save_sealed, write_text
 from unskew.simulate import Round, Training
 from unskew.specs import is_own
 from unskew.transforms import Transform
@@ -62,6 +63,18 @@ def stored(out: Path) -> Experiment:
         return Experiment.of(values, str(path))
 
 
+@contextlib.contextmanager
+def naming_source(out: Path, new: bool) -> Iterator[None]:
+    """Name the file that an experiment's options were read from in what is refused of them, unless the run is new."""
+    path = out / "experiment.json"
+    try:
+        yield
+    except UsageError as error:
+        if new or str(path) in str(error):
+            raise
+        raise UsageError(f"{path}: {error}") from error
+
+
 def ends(records: list[Record]) -> bool:
     """Whether these are the records of a run that is finished."""
     return bool(records) and records[-1]["kind"] == "end"
@@ -70,7 +83,7 @@ def ends(records: list[Record]) -> bool:
 def finished(out: Path) -> bool:
     """Whether a folder holds a run that is finished: it is only read from then on."""
     history = out / "records.jsonl"
-    return history.exists() and ends(read(history))
+    return history.exists() and ends(history_of(history))
 
 
 def taken(out: Path) -> contextlib.AbstractContextManager[None]:
@@ -104,7 +117,7 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
     if not resume:
         raise UsageError(f"{out} holds this experiment already: add --resume to go on with it, or choose another --out")
     history = out / "records.jsonl"
-    return experiment, read(history) if history.exists() else []
+    return experiment, history_of(history) if history.exists() else []
 
 
 def claim(experiment: Experiment, out: Path) -> None:

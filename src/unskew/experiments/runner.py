@@ -41,6 +41,7 @@ from unskew.experiments.folder import (
     fitting,
     holds_run,
     load_round,
+    naming_source,
     save_model,
     save_round,
     taken,
@@ -199,6 +200,13 @@ class _Run:
         if self.finished:
             tidy(out)
             return
+        with naming_source(out, self.new):
+            self._prepare(shelf, alone)
+        self.last: Round | None = None
+        self.kept = -math.inf, 0  # when and at which round the checkpoint was written
+
+    def _prepare(self, shelf: _Shelf, alone: bool) -> None:
+        """Make all that the experiment names; what can't be meant is refused."""
         experiment = self.experiment
         self.makers, self.ways, method = calibrators_of(experiment), ways_of(experiment), method_of(experiment)
         given = {"schedule": lookup("schedule", experiment.schedule, schedules)(),
@@ -209,10 +217,8 @@ class _Run:
         self.training = _training(experiment, model, federation, method.algorithm, given)
         self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
         _refuse(experiment, self.local, bool(self.makers), [parse(spec)[0] for spec in self.ways])
-        free = alone and ranks()[0] == 0 and not holds_run(out)  # nobody else says which engine and lanes
+        free = alone and ranks()[0] == 0 and not holds_run(self.out)  # nobody else says which engine and lanes
         self.experiment, self.choice = picked(experiment, self.training) if free else (experiment, None)
-        self.last: Round | None = None
-        self.kept = -math.inf, 0  # when and at which round the checkpoint was written
 
     def begun(self) -> list[Record]:
         """Take the folder, with what is there of an earlier attempt; the records so far."""
