@@ -4,6 +4,7 @@
 
 Hyper-parameters are those of the paper's Table 8. All runs of one alpha have the same cut (appendix E.1), --cut;
 `--cut own` gives each seed its own, --balance cuts as the public code does. Runs that share a program share lanes.
+Table 1 is `--methods fedavg,clsnorm,clsprox,clsnorm+clsprox`, Table 4 `--alphas 0.1` with `--clients 10`, 50 and 100.
 What is finished is kept in --out, so that it can be stopped and goes on; the time of all parts is added up in
 --out/seconds.json, with the compilation apart.
 """
@@ -32,9 +33,9 @@ STRENGTHS = {  # Table 8: mu by alpha, where it is not the method's default
 
 
 def spec(method: str, alpha: float) -> str:
-    """A method with the strength that Table 8 gives it at an alpha."""
-    strength = STRENGTHS.get((method, alpha))
-    return method if strength is None else f"{method}:mu={strength:g}"
+    """A method, each of its pieces with the strength that Table 8 gives it at an alpha."""
+    pieces = [(piece, STRENGTHS.get((piece, alpha))) for piece in method.split("+")]
+    return "+".join(piece if strength is None else f"{piece}:mu={strength:g}" for piece, strength in pieces)
 
 
 class Clock(Usage):
@@ -73,6 +74,10 @@ def main() -> None:
     parser.add_argument("--cut", default="0", help="seed of the cut that all runs of an alpha share, or own")
     parser.add_argument("--balance", action="store_true", help="stop filling a client at an equal share")
     parser.add_argument("--partition", default="dirichlet")
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--fraction", type=float, default=1.0, help="share of the clients that train in a round")
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--schedule", default="constant")
     parser.add_argument("--calibrate", default="none")
     parser.add_argument("--out", type=Path, default=Path("runs/table2"))
     given = parser.parse_args()
@@ -81,7 +86,8 @@ def main() -> None:
         Experiment(
             data=given.data, model="cnn", method=spec(method, alpha), partition=given.partition, alpha=alpha,
             balance=given.balance, seed=seed, cut_seed=seed if given.cut == "own" else int(given.cut),
-            rounds=given.rounds, epochs=given.epochs, batch=64, lr=0.01, augment=True, calibrate=given.calibrate,
+            clients=given.clients, fraction=given.fraction, schedule=given.schedule,
+            rounds=given.rounds, epochs=given.epochs, batch=64, lr=given.lr, augment=True, calibrate=given.calibrate,
             engine="lanes", precision=given.precision, device=given.device,
             evaluate_every=max(1, given.rounds // 4),
         )

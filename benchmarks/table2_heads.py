@@ -21,12 +21,13 @@ from unskew.collecting import collect
 from unskew.evaluate import batches, score
 from unskew.experiments import Experiment, load_model
 from unskew.experiments.parts import data_of, federation_of
-from unskew.heads import oracle, with_classifier
-from unskew.models import Split, evaluating, linear
+from unskew.heads import oracle, plain, with_classifier
+from unskew.models import Split, evaluating
 from unskew.selection import calibrators
 from unskew.specs import made
 from unskew.statistics import added
 
+USUAL = {"clients": 10, "fraction": 1.0, "lr": 0.01, "schedule": "constant"}  # of Table 8
 TUKEY = "transform=relu-tukey:0.5"
 PAPER = {  # Table 2, CIFAR-10, alpha 0.5, 0.1, 0.05: none, CCVR, oracle
     "fedavg": ((68.62, 58.55, 52.33), (71.03, 62.68, 54.95), (72.51, 64.70, 57.53)),
@@ -87,10 +88,12 @@ def accuracies(told: Experiment, folder: Path, data) -> dict[str, float]:
         found |= {f"oracle, {n} a class": yardstick(some(sites, n, data.classes)) for n in (1000, 100)}
     for name, spec in heads_of(method, told.alpha).items():
         maker = made("calibrator", spec, calibrators)
+        if name == "lda" and plain(model.classifier).bias is None:
+            continue  # it needs one
         stats = added([collect(cut, [site], data.classes, maker.form, maker.transform) for site in sites])
         stats = stats.to(data.x.device)
         draw = torch.Generator().manual_seed(told.seed)
-        found[name] = accuracy(maker(stats, linear(model.classifier), draw))
+        found[name] = accuracy(maker(stats, plain(model.classifier), draw))
     return found
 
 
@@ -103,6 +106,8 @@ def measure(given) -> None:
         told = Experiment(**json.loads(file.read_text()))
         cut = told.partition + ("-balanced" if told.balance else "")
         name = f"{told.method} {cut} {told.alpha:g} cut {told.cut_seed} seed {told.seed}"
+        odd = ("clients", "fraction", "lr", "schedule")
+        name += "".join(f" {field} {getattr(told, field)}" for field in odd if getattr(told, field) != USUAL[field])
         if name in known or given.method not in ("all", told.method.partition(":")[0]):
             continue
         told = replace(told, data=given.data, device=given.device)
@@ -111,7 +116,8 @@ def measure(given) -> None:
         line = {
             "run": name, "method": told.method, "partition": told.partition, "balance": told.balance,
             "alpha": told.alpha, "cut": told.cut_seed, "seed": told.seed, "rounds": told.rounds,
-            "epochs": told.epochs, "precision": told.precision, "accuracy": accuracies(told, file.parent, data),
+            "epochs": told.epochs, **{field: getattr(told, field) for field in odd},
+            "precision": told.precision, "accuracy": accuracies(told, file.parent, data),
         }  # fmt: skip
         with given.out.open("a") as out:
             out.write(json.dumps(line) + "\n")
