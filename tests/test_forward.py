@@ -167,8 +167,11 @@ def test_sizes_that_are_usual_are_allowed():
 
 
 def test_a_task_says_what_inputs_are(files, tmp_path):
+    nonce = 32 * "a"
+    stats = FeatureStats.load(files[3])
+    replace(stats, origin=replace(stats.origin, nonce=nonce)).save(files[3])
     (tmp_path / "task.toml").write_text(
-        f'version = 1\nnonce = "{32 * "a"}"\n[model]\nmodel = "net.py:Net"\n'
+        f'version = 1\nnonce = "{nonce}"\n[model]\nmodel = "net.py:Net"\n'
         '[data]\npreparation = "image_size=8 channels=3"\n'
         '[files]\n"net.py" = "' + hashlib.sha256(NET.encode()).hexdigest() + '"\n'
     )
