@@ -15,7 +15,7 @@ from commands import blobs, tiny, unskew
 from site_files import photos
 from unskew import FeatureStats, load, readers
 from unskew.errors import MESSAGE, DataError, UsageError, lookup
-from unskew.experiments.history import history_of
+from unskew.experiments.histories import history_of
 from unskew.heads_file import known_of_model
 from unskew.origin import Origin
 from unskew.results import save_sealed

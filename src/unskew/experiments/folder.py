@@ -28,7 +28,7 @@ from unskew.data import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.exchange import Client
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.history import history_of
+from unskew.experiments.histories import history_of
 from unskew.experiments.parts import own_model, settled_like
 from unskew.files import parse_json, read_json, reading
 from unskew.heads import plain
