@@ -177,6 +177,8 @@ LIES = {  # (features, rows of the site, form, transform) -> what it sends
     "features x -1": lambda f, r, *kind: scaled(stats_of(f, r, *kind), -1.0),
     "means shifted by 3": lambda f, r, *kind: shifted(stats_of(f, r, *kind), 3.0),
     "means shifted by 1": lambda f, r, *kind: shifted(stats_of(f, r, *kind), 1.0),
+    "scatter on one direction": lambda f, r, *kind: narrowed(f, stats_of(f, r, *kind), 1),
+    "scatter on all discriminants": lambda f, r, *kind: narrowed(f, stats_of(f, r, *kind), CLASSES - 1),
     "counts x 100": lambda f, r, *kind: inflated(stats_of(f, r, *kind), 100.0),
     "counts x 1e13": lambda f, r, *kind: inflated(stats_of(f, r, *kind), 1e13),
 }
