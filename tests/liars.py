@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from unskew.packing import pack
+from unskew.packing import pack, unpack
 from unskew.statistics import FeatureStats
 
 CLASSES, WIDTH, TEST = 10, 64, 500
@@ -142,6 +142,21 @@ def beyond_held_out(stats: FeatureStats) -> FeatureStats:
     return replace(stats, held_out=held)
 
 
+def narrowed(found: Features, stats: FeatureStats, directions: int) -> FeatureStats:
+    """All scatter along the directions that tell classes apart best, with its honest trace."""
+    if stats.form not in ("class", "pooled"):
+        return stats
+    everything = FeatureStats.of(found.body(found.pixels), found.y, CLASSES, "pooled", stats.transform)
+    within = unpack(everything.scatter, stats.dimension)
+    within.diagonal().add_(1e-3 * within.diagonal().mean())
+    apart = everything.mean - everything.mean.mean(0)
+    best = torch.linalg.eig(torch.linalg.solve(within, apart.T @ apart)).eigenvectors.real[:, :directions]
+    basis = torch.linalg.qr(best).Q
+    along = pack(basis @ basis.T / directions)
+    traces = stats.squares.sum(-1)
+    return replace(stats, scatter=traces[..., None] * along)
+
+
 def swapped(found: Features, rows, first: int, second: int, share: float = 1.0) -> torch.Tensor:
     """Labels with two classes exchanged, in part."""
     y = found.y[rows].clone()
@@ -162,6 +177,8 @@ LIES = {  # (features, rows of the site, form, transform) -> what it sends
     "features x -1": lambda f, r, *kind: scaled(stats_of(f, r, *kind), -1.0),
     "means shifted by 3": lambda f, r, *kind: shifted(stats_of(f, r, *kind), 3.0),
     "means shifted by 1": lambda f, r, *kind: shifted(stats_of(f, r, *kind), 1.0),
+    "scatter on one direction": lambda f, r, *kind: narrowed(f, stats_of(f, r, *kind), 1),
+    "scatter on all discriminants": lambda f, r, *kind: narrowed(f, stats_of(f, r, *kind), CLASSES - 1),
     "counts x 100": lambda f, r, *kind: inflated(stats_of(f, r, *kind), 100.0),
     "counts x 1e13": lambda f, r, *kind: inflated(stats_of(f, r, *kind), 1e13),
 }

@@ -15,6 +15,7 @@ from test_statistics import features
 from unskew import statistics_file, statistics_header, streams
 from unskew.errors import DataError, UsageError
 from unskew.origin import Origin
+from unskew.packing import pack, unpack
 from unskew.statistics import FORMS, FeatureStats
 from unskew.statistics_header import PRECISIONS
 
@@ -536,3 +537,54 @@ def test_a_site_is_taken_out_of_files_that_are_read_in_a_cheaper_form(tmp_path, 
     left = statistics_file.total_of([], form, paths[:1], sums=[tmp_path / "sum.stats"])
     for mine, theirs in zip(left.tensors, statistics_file.total_of(paths[1:], form).tensors, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+# -------- Rounded scatters --------
+
+
+def _loosened(stats, path, precision, monkeypatch):
+    """A file of moments that `save` would refuse."""
+    with monkeypatch.context() as patch:
+        patch.setattr("unskew.statistics_file._check_scatter", lambda *_: None)
+        stats.save(path, precision)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int16"])
+def test_rounded_files_of_honest_data_are_semidefinite(tmp_path, precision):
+    """Of low rank, with dead, tiny, repeated and correlated features, alone and less one of two."""
+    for seed in range(12):
+        draw = torch.Generator().manual_seed(seed)
+        width, n = (int(torch.randint(2, 60, (), generator=draw)) for _ in range(2))
+        z = torch.randn(n, 1 + seed % 4, generator=draw) @ torch.randn(1 + seed % 4, width, generator=draw)
+        z = (z + 0.1 * (seed % 3) * torch.randn(n, width, generator=draw)).double()
+        z = z * torch.tensor([1.0, 0.0, 1e-19, 1.003, 1e-3])[torch.randint(0, 5, (width,), generator=draw)]
+        y = torch.randint(0, 3, (n,), generator=draw)
+        for form in ("pooled", "class"):
+            paths = [tmp_path / f"{seed}-{form}-{number}.stats" for number in range(2)]
+            for path, some in zip(paths, (z, 1.7 * z[: n // 2 + 1]), strict=True):
+                FeatureStats.of(some, y[: len(some)], 3, form).save(path, precision)
+            for total in (statistics_file.total_of(paths), statistics_file.total_of(paths, None, paths[:1])):
+                for packed in total.scatter.reshape(-1, total.scatter.shape[-1]):
+                    matrix = unpack(packed, width)
+                    unit = torch.where(matrix.diagonal() > 1e-30, matrix.diagonal(), torch.inf).rsqrt()
+                    assert torch.linalg.eigvalsh(matrix * unit * unit[:, None])[0] > -1e-7, (seed, form)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int16"])
+def test_rounding_excuses_no_indefinite_scatter(tmp_path, precision, monkeypatch):
+    """At 512 features a slack of d steps was more than all there is; what rounding may have done adds up to nothing."""
+    width, half = 512, 256
+    draw = torch.Generator().manual_seed(0)
+    z = torch.randn(2000, width, generator=draw, dtype=torch.float64)
+    stats = FeatureStats.of(z, torch.zeros(2000, dtype=torch.int64), 1, "pooled")
+    for lie, fine in ((0.9, False), (0.02, precision == "bfloat16")):
+        values = torch.cat([torch.full((half,), -lie), torch.full((half,), 2 + lie)]).double()
+        basis = torch.linalg.qr(torch.randn(width, width, generator=draw, dtype=torch.float64)).Q
+        wrong = replace(stats, scatter=2000 * pack(basis * values @ basis.T))
+        _loosened(wrong, tmp_path / "a.stats", precision, monkeypatch)
+        if fine:
+            least = torch.linalg.eigvalsh(unpack(statistics_file.total_of([tmp_path / "a.stats"]).scatter, width))[0]
+            assert least > -1e-6 * 2000
+        else:
+            with pytest.raises(DataError, match="not positive semidefinite"):
+                statistics_file.total_of([tmp_path / "a.stats"])

@@ -6,6 +6,7 @@ twice the median's. One site, however large or far away, can't move these much.
 
     scale       mean squared length of its features, over what the others' would have with its mix of classes
     spread      mean variance within classes, over the others'
+    shape       on how few directions the scatter lies, over what the others' would with so many examples
     distance    of a class mean from the others', squared, over the largest between two classes
     sign        features that are never negative elsewhere
     labels      where a class mean lies on the way from its own class (0) to another (1)
@@ -32,6 +33,7 @@ from unskew.statistics import FeatureStats
 SCALE = 6.0  # times as large, or as small: refused
 ODD = 2.5  # times: told
 SPREAD = 20.0  # times as varied, or as little: refused
+SHAPE = 4.5  # times as concentrated on few directions, or as little: refused; beyond ODD / SCALE of that: told
 DISTANCE = 2.5  # of the largest squared distance between two classes: refused
 TAKEN = 0.75  # of the way from one class to another: its examples are taken for the other's
 SURE = 5.0  # standard deviations by which that must be beyond the middle
@@ -59,6 +61,7 @@ class Comparison(NamedTuple):
     negative: float  # share of the squared means that is negative, where no other site's are
     others: int  # sites that it is compared with
     width: float = 1.0  # how many features vary alike: of few, sums of squares vary more
+    shape: float | None = None
 
 
 class Reference(NamedTuple):
@@ -68,6 +71,7 @@ class Reference(NamedTuple):
     weight: Tensor  # (C,) how many examples that is worth; 0 where nobody has the class
     variance: Tensor  # (d,)
     traces: Tensor | None  # (C,) variance of each class, summed over features
+    concentration: float | None  # of the scatter of very many examples
 
 
 def doubts_of(sites: Sequence[Summary]) -> list[Doubt]:
@@ -102,16 +106,16 @@ def dominating(examples: Mapping[str, float]) -> list[str]:
 
 
 def check_sum(total: FeatureStats, removed: bool, step: float = 0.0) -> None:
-    """Check a sum again, once all is added and taken out: it must be the moments of some examples too. `step` is the
-    relative rounding of what was added.
+    """Check a sum again, once all is added and taken out: it must be the moments of some examples too. What is merely
+    doubted was asked of each file, and accepted. `step` is the relative rounding of what was added.
     """
     name = "the sum of the files" + (" less those of --without" if removed else "")
     if removed:  # which alone can leave what is not semidefinite; adding can't
         from unskew.statistics_file import check
 
         check(total, name)
-    summary = summary_of(total, name, max(step, ROUNDED))
-    check_plausible([doubt for doubt in summary.doubts if doubt.what != "rank"], ())
+    summary = summary_of(total, name, max(step * total.dimension, ROUNDED))  # what squares may have been raised by
+    check_plausible([doubt for doubt in summary.doubts if doubt.severity == IMPOSSIBLE and doubt.what != "rank"], ())
     if float(total.count.sum()) > 2**53 or (total.right is not None and total.right < 0):
         raise DataError(f"{name}: it counts {float(total.count.sum()):g} examples, {total.right} of them right")
 
@@ -167,12 +171,12 @@ def _references(sites: Sequence[Summary], counts: Tensor) -> Iterator[Reference]
     many = (counts > 0).sum(0) >= ENOUGH
     shared, weight = torch.zeros_like(sites[0].mean), torch.zeros_like(counts[0])
     _fill(shared, weight, sites, counts, many)
-    spread, traces = variances(sites, counts), _class_traces(sites, counts)
+    spread, traces, shapes = variances(sites, counts), _class_traces(sites, counts), _concentrations(sites)
     for number in range(len(sites)):
         centre, worth, others = shared.clone(), weight.clone(), counts.clone()
         others[number] = 0
         _fill(centre, worth, sites, others, ~many & (others > 0).any(0))
-        yield Reference(centre, worth, spread[number], traces)
+        yield Reference(centre, worth, spread[number], traces, shapes[number])
 
 
 def _fill(centre: Tensor, worth: Tensor, sites: Sequence[Summary], counts: Tensor, where: Tensor) -> None:
@@ -227,6 +231,21 @@ def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
     return [torch.full((dimension,), alike, dtype=torch.float64)] * len(sites)
 
 
+def _concentrations(sites: Sequence[Summary]) -> list[float | None]:
+    """On how few directions the scatter of the others of each site lies, freed of what few examples add to that: of n
+    Gaussian ones c becomes c (1 + 1 / n) + 1 / n. None where nobody else tells.
+    """
+    able = [k for k, site in enumerate(sites) if site.concentration is not None and site.free >= ENOUGH]
+    free = torch.tensor([site.free for site in sites], dtype=torch.float64)
+    told = torch.tensor([site.concentration or 0.0 for site in sites], dtype=torch.float64)
+    freed = ((told - 1 / free.clamp(min=1)) / (1 + 1 / free.clamp(min=1))).clamp(min=1 / sites[0].mean.shape[1])
+    found: list[float | None] = []
+    for number in range(len(sites)):
+        rest = able if len(able) > ENOUGH else [k for k in able if k != number]
+        found.append(float(_central(freed[rest], free[rest])[0]) if rest else None)
+    return found
+
+
 def _class_traces(sites: Sequence[Summary], counts: Tensor) -> Tensor | None:
     """The variance of each class, summed over features, as all sites have it; zero where nobody knows."""
     if any(len(site.traces) != len(site.counts) or len(site.counts) == 1 for site in sites):
@@ -270,7 +289,10 @@ def _compared(site: Summary, reference: Reference, negative: float, others: int)
         usual = lengths + torch.where(reference.traces > 0, reference.traces, total)
         classes = _by_label((own + site.traces / count.clamp(min=1)) / usual, both & (usual > 0))
     taken = _taken(site, reference, noise, both)
-    return Comparison(scale, spread, classes, distance, taken, drift, negative, others, width)
+    shape = None
+    if site.concentration is not None and reference.concentration is not None and site.free >= ENOUGH:
+        shape = site.concentration / (reference.concentration * (1 + 1 / site.free) + 1 / site.free)
+    return Comparison(scale, spread, classes, distance, taken, drift, negative, others, width, shape)
 
 
 def _width(variance: Tensor) -> float:
@@ -355,6 +377,9 @@ def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> I
                       [other.scale for other in others], SCALE, site.examples * found.width)  # fmt: skip
     yield from _ratio(site, "spread", f"the variance of its features within classes over {whose}", found.spread,
                       [other.spread for other in others], SPREAD, site.free * found.width)  # fmt: skip
+    told = f"the concentration of its scatter on few directions over {whose}"
+    yield from _ratio(site, "shape", told, found.shape, [other.shape for other in others], SHAPE,
+                      site.free * math.sqrt(found.width))  # fmt: skip
     for label, ratio in found.scales.items():
         if 1 / ODD < ratio < ODD:
             continue

@@ -62,11 +62,11 @@ def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, An
 
 
 def influence_of(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """How each file moves the head: a row for each, those that move it most first."""
+    """How each file moves the head: a row for each, first those that calibration gains most without."""
     heads = [head_of(path) for path in files]
     common = [form for form in ("pooled", "diagonal", "none") if all(form in REDUCES[head.form] for head in heads)]
     rows = influences(lambda: (load(path, common[0]) for path in files), [str(path) for path in files])
-    return [row._asdict() for row in sorted(rows, key=lambda row: -row.changed)]
+    return [row._asdict() for row in sorted(rows, key=lambda row: (-row.accuracy, -row.changed))]
 
 
 def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
@@ -113,7 +113,11 @@ def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str
         warnings += [f"{path} is signed by the same site as {other}: leave one out" for other in signed]
         others = dict.fromkeys(place for own in stats.parts for part, place in known.get(own.counts, [])
                                if same_data(part, own))  # fmt: skip
-        warnings += [f"{path} has the same data as {other}, or a part of them: leave one out" for other in others]
+        warnings += [
+            f"{path} has the same data as {other}, or a part of them: one is a copy, and only signatures tell which; "
+            "leave one out"
+            for other in others
+        ]
         for own in stats.parts:
             known.setdefault(own.counts, []).append((own, path))
         for name in names:

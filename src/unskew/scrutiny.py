@@ -64,6 +64,7 @@ class Summary(NamedTuple):
     squares: Tensor | None  # (d,) squared deviations of all classes together
     doubts: tuple[Doubt, ...]
     step: float = 0.0  # of rounding, relative
+    concentration: float | None = None  # of the scatter of all classes together: sum of squares over trace squared
 
     @property
     def examples(self) -> float:
@@ -85,7 +86,8 @@ class Scrutiny:
         self.found: list[Doubt] = []
         self.traces: list[float] = []
         self.squares: Tensor | None = None  # (d,)
-        self.whole: Tensor | None = None  # the packed scatter of all classes, where a held-out part needs it
+        self.whole: Tensor | None = None  # the scatter of all classes, packed; of one, where a held-out part needs it
+        self.concentration: float | None = None
         self.held: Tensor | None = None  # that of the held-out part
         self.error = torch.zeros(dimension, dtype=torch.float64)  # what means may be rounded by
 
@@ -98,7 +100,7 @@ class Scrutiny:
         keep: bool = False,
     ) -> None:  # fmt: skip
         """Look at the scatter and cubes of a class, of counts () and means (d,), or of all classes, (C,) and (C, d).
-        The scatter is kept where it will be compared with that of a held-out part.
+        The scatter of all classes is kept where it will be compared with that of a held-out part.
         """
         if self.form == "none":
             return
@@ -117,7 +119,9 @@ class Scrutiny:
             self._cubes(rows, means, squares.reshape(-1, self.dimension), cubes.reshape(-1), label)
         total = squares.sum(0) if squares.ndim == 2 else squares
         self.squares = total.clone() if self.squares is None else self.squares + total
-        if keep:
+        if self.form == "pooled":
+            self.concentration = concentration_of(scatter, self.dimension)
+        if keep or self.form == "class":
             kept = total if self.form == "diagonal" else scatter
             self.whole = kept.clone() if self.whole is None else self.whole.add_(kept)
 
@@ -134,6 +138,8 @@ class Scrutiny:
         """What is kept, once all has passed by; `held` are the counts and means of the held-out part."""
         if self.form == "none":
             self._inside(count, mean, None, None)
+        if self.form == "class" and self.whole is not None:
+            self.concentration = concentration_of(self.whole, self.dimension)
         if held is not None and self.held is not None:
             full = self.form in ("class", "pooled")
             label, breach = rest_breach(count, mean, self.whole, (*held, self.held), full, self.step, self.error) or (
@@ -154,7 +160,8 @@ class Scrutiny:
             self.found.append(Doubt(self.site, "origin", "the number of things that it says of where it comes from", 0,
                                     "5: layer, inputs, weights, labels, preparation", WARN))  # fmt: skip
         traces, found = torch.tensor(self.traces, dtype=torch.float64), tuple(self.found)
-        return Summary(self.site, self.form, self.transform, known, count, mean, traces, self.squares, found, self.step)
+        return Summary(self.site, self.form, self.transform, known, count, mean, traces, self.squares, found, self.step,
+                       self.concentration)  # fmt: skip
 
     def _inside(self, count: Tensor, mean: Tensor, squares: Tensor | None, label: int | None, part: str = "") -> None:
         """What the transform says about means and squared deviations."""
@@ -188,6 +195,15 @@ class Scrutiny:
             severity = IMPOSSIBLE if breach.sure else REFUSE
             labels = () if label is None else (label,)
             self.found.append(Doubt(self.site, what, told, breach.value, breach.expected, severity, labels))
+
+
+def concentration_of(scatter: Tensor, dimension: int) -> float | None:
+    """On how few directions a packed scatter lies: the sum of its squared eigenvalues over the square of their sum, 1
+    for a single direction, 1 / d for all alike. None where there is no scatter. (Its inverse: the participation ratio.)
+    """
+    squares = squares_of(scatter, "pooled", dimension)
+    trace = float(squares.sum())
+    return (2 * float(scatter.square().sum()) - float(squares.square().sum())) / trace**2 if trace > 0 else None
 
 
 def summary_of(stats: FeatureStats, site: str = "these statistics", step: float = 0.0) -> Summary:

@@ -7,11 +7,13 @@ all features share costs nothing; "int16" holds the scatter divided by the devia
 (`spread`), so that 1 is 32767. A held-out part stands beside it under names of its own. Nothing is unpickled.
 
 Files are added without being loaded: `total_of` pours one after the other into one sum, class by class, and checks on
-the way that some data can have such moments.
+the way that some data can have such moments. Rounding can leave a scatter that is not quite positive semidefinite: its
+squares are raised by what rounding can have lost, so that every file adds a semidefinite one, and so the sum is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from unskew.files import reading
 from unskew.fingerprints import Part, copies, part_of
 from unskew.headers import Kind
 from unskew.merging import Joint, squares_of
-from unskew.packing import factor_in_place, pack, upper
+from unskew.packing import diagonal, factor_in_place, pack, upper
 from unskew.scrutiny import Scrutiny, Summary
 from unskew.signing import Key, signature_of
 from unskew.statistics import CUBED, REDUCES, FeatureStats, Sort
@@ -33,6 +35,9 @@ from unskew.statistics_header import HELD, PRECISIONS, Head, kinds_of, metadata_
 from unskew.streams import Reader, size, write
 
 STEP = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-9, "int16": 0.5 / 32767}  # of rounding, relative
+TINY = {"float32": 2.0**-149, "bfloat16": 2.0**-133}  # the smallest numbers
+EXACT = 1e-9  # of each feature's squares: what float64 loses, generously
+SHARES = (1 / 64, 1 / 8, 1.0)  # of what rounding can have lost: so much squares are raised by, the least that will do
 HIGHEST = 1e100  # of any number in a file: products of such numbers can be held
 
 
@@ -224,8 +229,10 @@ def _check_new(path: Path, own: Sequence[Part], held: Sequence[tuple[Part, Path]
         other = next(place for part, place in held if part == mine)
         inside = ", or as a part of it" if len(own) > 1 or any(place == other for _, place in held[1:]) else ""
         raise DataError(
-            f"{path}: the same data as {other}{inside}: equal counts and means, whatever precision and form. Leave one "
-            f"of them out; if two sites truly have equal data, --accept {path}"
+            f"{path}: the same data as {other}{inside}: equal counts and means, whatever precision and form. One of "
+            f"the two is a copy, and nothing in them tells which: signatures would (`unskew key new`, --sites). Ask "
+            f"both sites, and leave one file out: {path} or {other}. Only if two sites truly have equal data, --accept "
+            f"{path} adds both"
         )
 
 
@@ -334,13 +341,15 @@ class _Part:
             wide = (wide if label is None else wide[label]).double()
             scatter = scatter * pack(torch.outer(wide, wide)) / 32767
         where = f"{self.where}: {self.prefix}" if label is None else f"{self.where}: class {label}"
-        _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.head)
+        raised = _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.head)
         cubes = None if cubes is None else cubes[place]
         if self.scrutiny is not None and self.prefix == HELD:
             self.scrutiny.see_held_out(count, self.means, scatter)
         elif self.scrutiny is not None:
             held = self.into.held_out is not None
             self.scrutiny.see(count[place], self.means[place], scatter, cubes, label, keep=held)
+        if raised is not None and self.into.form in ("class", "pooled"):  # else a lie of that size adds up
+            scatter = scatter.index_add(0, diagonal(self.into.dimension), raised)
         self.into._join_scatter(joint, self.form, scatter, cubes, self.sign, label)
 
 
@@ -376,25 +385,42 @@ def _check_counts(where: str, count: Tensor, mean: Tensor) -> None:
 
 def _check_scatter(
     where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, about: FeatureStats | Head
-) -> None:
+) -> Tensor | None:
     """Refuse a scatter that no data can have: it must be positive semidefinite, up to rounding. Of the class form, for
-    one class.
+    one class. Gives what its squares must be raised by to be semidefinite again, (d,); None: nothing.
     """
     empty = (count == 0) & (scatter != 0).any(-1) if form in ("class", "diagonal") else torch.tensor(False)
     if empty.any():
         label = "" if form == "class" else f" for class {int(empty.nonzero()[0])}"
         raise DataError(f"{where} scatter is not zero{label}, of which count is 0")
     if form == "none":
-        return
+        return None
     precision = about.precision if isinstance(about, Head) else "float64"
     squares = squares_of(scatter, form, dimension)
     if (squares < 0).any():
         raise DataError(f"{where} scatter holds negative squares: no features have such moments")
     if form == "diagonal":
-        return
-    matrix = upper(scatter, dimension)  # of which only the upper triangle is used
+        return None
     scale = torch.where(squares > 0, squares, 1.0).rsqrt()
-    matrix.mul_(scale).mul_(scale[:, None])
-    matrix.diagonal().add_(1e-9 + 1.1 * dimension * STEP[rounding_of(form, precision)])  # no rounding can do more
-    if factor_in_place(matrix.T):
-        raise DataError(f"{where} scatter is not positive semidefinite: no features have such moments")
+    lost = torch.zeros_like(scale)
+    for share in (0.0, *SHARES) if precision != "float64" else (0.0,):
+        matrix = upper(scatter, dimension)  # of which only the upper triangle is used
+        matrix.mul_(scale).mul_(scale[:, None])
+        if share == SHARES[0]:
+            lost = _lost(matrix, scale, rounding_of(form, precision))
+        matrix.diagonal().add_(EXACT + share * lost)
+        if not factor_in_place(matrix.T):
+            return share * lost * squares if share else None
+    raise DataError(f"{where} scatter is not positive semidefinite: no features have such moments")
+
+
+def _lost(matrix: Tensor, scale: Tensor, rounding: str) -> Tensor:
+    """What rounding can have taken from the eigenvalues of a scatter in units of its features' deviations, of which the
+    upper triangle is given: (d,).
+
+    Each number is known up to a share of itself (int16: up to a share of 1), and the spectral norm of what was lost is
+    at most its Frobenius norm. Numbers too small for the format lose more: at most what they stand beside, row by row.
+    """
+    norm = math.sqrt(2 * float(matrix.square().sum()) - float(matrix.diagonal().square().sum()))
+    most = STEP[rounding] * (len(matrix) if rounding == "int16" else norm)
+    return 1.01 * most + TINY.get(rounding, 0.0) * scale * scale.sum()
