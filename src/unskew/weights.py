@@ -108,6 +108,8 @@ def read_weights(path: str | Path) -> Tree:
     if len(sets) > 1:
         others = ", ".join(repr(other) for other in sets if other != name)
         log.warning("%s: the weights under %r are taken, those under %s are not", path, name, others)
+    elif name:
+        log.warning("%s: the weights under %r are taken", path, name)
     _check_dense(path, sets[name])
     return sets[name]
 
