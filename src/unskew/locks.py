@@ -71,8 +71,10 @@ def tidy(folder: Path) -> None:
     with contextlib.suppress(OSError):  # perhaps the folder can only be read
         file = _taken(path) if path.exists() else None
         if file is not None:
-            path.unlink()
-            os.close(file)
+            try:
+                path.unlink()
+            finally:
+                os.close(file)
 
 
 @contextlib.contextmanager
