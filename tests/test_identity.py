@@ -444,6 +444,11 @@ def sent(name, *options, key=None, out=None):
     return out or f"{name}.stats"
 
 
+def test_a_new_key_says_whom_to_give_it_to(work):
+    said = " ".join(done("key", "new", "other").out.split())
+    assert "a site to the server, the server to the sites" in said
+
+
 def test_two_sites_and_an_intruder(work):
     files = [sent(name) for name in ("site_a", "site_b")]
     known = ("--stats", *files, "--sites", "keys")
