@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 import re
+import struct
 import tarfile
 import time
 import zipfile
@@ -21,7 +22,8 @@ from torch import nn
 from forged import Call, Storage, archive, entry, legacy, npy, npz_with, peak, rebuilt, tensors
 from unskew import archives, files, images, limits, readers, tabular
 from unskew.collecting import weights_digest
-from unskew.errors import DataError
+from unskew.errors import DataError, UsageError
+from unskew.experiments.folder import load_model
 from unskew.heads_file import opened, read_heads
 from unskew.inputs import parsed
 from unskew.models import Split
@@ -121,6 +123,46 @@ def test_weights_without_numbers_do_not_make_a_large_model(tmp_path: Path) -> No
     )
     with pytest.raises(DataError, match="200,000 classes; the limit 'classes'"):
         opened("small-cnn", many)
+
+
+def test_networks_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    """A few characters in a task, or in what a model says of itself, name a network of any size."""
+    refusals = {
+        "small-cnn:channels=1:size=1500": "'small-cnn:channels=1:size=1500': its network: 4,608,0",
+        "convnet:size=20000": "the limit 'unbacked'",
+        "cnn:channels=100000000": "the limit 'unbacked'",
+    }
+    made = "lambda spec: heads_file.opened(spec, None, classes=10, layer='classifier')"
+    text, taken = peak(f"[refused({made}, spec) for spec in {list(refusals)}]")
+    assert all(words in text for words in refusals.values()), text
+    assert taken < 0.1, taken
+    with pytest.raises(UsageError, match="no network can be made of such sizes"):
+        opened("small-cnn:size=1000000000000", None, classes=10)
+    with pytest.raises(DataError, match="'classes' is 100,000"):
+        opened("small-cnn", None, classes=10**9)
+    with limits.changed("unbacked=2MB"):
+        save_sealed(tmp_path / "w.st", opened("small-cnn", None, classes=3).module.state_dict(), {})
+        with pytest.raises(DataError, match="a head of 10,000 classes: 2,560,000 bytes"):
+            opened("small-cnn", tmp_path / "w.st", classes=10_000, layer="classifier")
+        save_sealed(tmp_path / "large.st", Split(nn.Flatten(), nn.Linear(64, 3)).state_dict(), {})
+        with pytest.raises(DataError, match="its network: 3,29"):
+            opened("small-cnn:size=40", tmp_path / "large.st")
+
+
+def test_the_weights_of_a_network_may_be_large_where_a_file_holds_them(tmp_path: Path) -> None:
+    module = opened("small-cnn:size=40", None, classes=3).module
+    save_sealed(tmp_path / "w.st", module.state_dict(), {})
+    with limits.changed("unbacked=1MB"):
+        assert opened("small-cnn:size=40", tmp_path / "w.st", layer="classifier").model.classes == 3
+
+
+def test_a_models_file_names_no_network_beyond_what_it_holds(tmp_path: Path) -> None:
+    """Of a convnet only the classifier grows with the images."""
+    about = {"network": "convnet", "norm": None, "classes": 3, "channels": 1, "size": 4000, "shape": [1, 4, 4],
+             "method": "fedavg", "normalised": False, "transforms": []}  # fmt: skip
+    save_sealed(tmp_path / "m.st", {"x": torch.zeros(10**6)}, {"unskew": json.dumps(about)})
+    with limits.changed("unbacked=100MB"), pytest.raises(DataError, match="m.st: its network: 19.*'unbacked'"):
+        load_model(tmp_path / "m.st")
 
 
 def test_widths_of_transforms_are_refused_before_anything_is_made() -> None:
@@ -266,6 +308,32 @@ def test_the_number_of_entries_is_limited(tmp_path: Path) -> None:
         bundle.writestr("a", "a")
     with pytest.raises(DataError, match="unusual way"):
         readers.contents(tmp_path / "b.zip")
+
+
+def test_entries_are_counted_before_python_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an archive that tells a wrong number too, and of a large one, which tells it in another record."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("read")
+
+    plain, lying, large = (tmp_path / name for name in ("plain.zip", "lying.zip", "large.zip"))
+    with zipfile.ZipFile(plain, "w") as bundle:
+        for number in range(5):
+            bundle.writestr(str(number), "")
+    content = plain.read_bytes()
+    lying.write_bytes(content[:-14] + (1).to_bytes(2, "little") * 2 + content[-10:])
+    end, size = len(content) - 22, int.from_bytes(content[-10:-6], "little")
+    long = b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, 5, 5, size, end - size)
+    locator = b"PK\6\7" + struct.pack("<IQI", 0, end, 1)
+    full = b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *[2**16 - 1] * 2, *[2**32 - 1] * 2, 0)
+    large.write_bytes(content[:end] + long + locator + full)
+    assert [len(readers.contents(path)) for path in (plain, lying, large)] == [5, 5, 5]
+    monkeypatch.setattr(zipfile.ZipFile, "__init__", never)
+    for path in (plain, lying, large):
+        with limits.changed("archive_entries=4"), pytest.raises(DataError, match="5 entries.*'archive_entries' is 4"):
+            readers.contents(path)
+    with limits.changed("memory=1kB"), pytest.raises(DataError, match="'memory' is 1,000"):
+        readers.contents(plain)
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def test_a_copy_is_found_inside_sums(tmp_path, sample):
     sample.save(tmp_path / "copy.stats", "int16")
     save_sum(total_of([tmp_path / "a.stats", others[0]]), tmp_path / "one.stats")
     save_sum(total_of([tmp_path / "copy.stats", others[1]]), tmp_path / "two.stats")
-    with pytest.raises(DataError, match="one.stats: the same data as .*copy.stats"):
+    with pytest.raises(DataError, match="copy.stats: the same data as .*one.stats"):
         total_of([tmp_path / "copy.stats"], sums=[tmp_path / "one.stats"])
     with pytest.raises(DataError, match="two.stats: the same data as .*one.stats, or as a part of it"):
         total_of([], sums=[tmp_path / "one.stats", tmp_path / "two.stats"])
@@ -445,6 +445,11 @@ def sent(name, *options, key=None, out=None):
     return out or f"{name}.stats"
 
 
+def test_a_new_key_says_whom_to_give_it_to(work):
+    said = " ".join(done("key", "new", "other").out.split())
+    assert "a site to the server, the server to the sites" in said
+
+
 def test_two_sites_and_an_intruder(work):
     files = [sent(name) for name in ("site_a", "site_b")]
     known = ("--stats", *files, "--sites", "keys")
@@ -523,6 +528,63 @@ def test_sums_are_the_servers_own(work):
              *rest)  # fmt: skip
     not_done("site_a.stats: a site's own file, not a sum", "calibrate", *SHARED, "--sums", files[0], *rest)
     not_done("give --stats", "calibrate", *SHARED, *rest)
+
+
+def test_a_sum_is_inspected_and_added_to_with_keys(work):
+    """A site's file in a sum is replaced by its new one, and each is told of by what is known of it."""
+    files = [sent(name) for name in ("site_a", "site_b")]
+    done("key", "new", "keys/site_c")
+    shown = done("inspect", *files)
+    assert "says it is from" in " ".join(shown.out.split())
+    assert "signed by" not in shown.out
+    keys = ("--sites", "keys")
+    said = done("calibrate", *SHARED, "--stats", *files, *keys, "--sum", "total.stats", "--sign", "server.key")
+    assert "the sum of 2 sites' files" in said.out
+    assert "note: of those with a key in keys, site_c has sent no statistics" in said.err
+    shown = done("inspect", "--sums", "total.stats", *keys)
+    assert "sum of 2 sites" in " ".join(shown.out.split())
+    assert "dominates" not in shown.out + done("inspect", files[0], "--sums", "total.stats").out
+    not_done("total.stats: a sum of 2 files", "inspect", "total.stats", *keys)
+    folder_of(work / "site_b_data", 30, 9, (1, 2))
+    sent("site_b", out="new_b.stats")
+    replaced = ("--sums", "total.stats", "--stats", "new_b.stats", "--without", "site_b.stats", *keys)
+    said = done("calibrate", *SHARED, *replaced, "--out", "y.st")
+    assert "from 2 sites' files, some by a sum, and" in said.out
+    not_done("new_b.stats: signed by site_b, whose statistics total.stats has already", "calibrate", *SHARED, *keys,
+             "--sums", "total.stats", "--stats", "new_b.stats", "--out", "z.st")  # fmt: skip
+    (work / "keys" / "site_b.pub").rename(work / "site_b.pub")
+    left = ("--stats", *files, "--without", files[1], *keys)
+    said = done("calibrate", *SHARED, *left, "--out", "a.st")
+    assert "from 1 file and" in said.out
+    not_done(
+        "signed by site_b, of whom there is no key", "calibrate", *SHARED, "--stats", *files, *keys, "--out", "b.st"
+    )
+
+
+def test_what_a_proposal_prints_is_what_sites_type(work):
+    """With keys on both sides; who does not answer is named."""
+    files = [sent(name) for name in ("site_a", "site_b")]
+    known = ("--stats", *files, "--sites", "keys")
+    said = done("calibrate", *SHARED, *known, "--sign", "server.key", "--propose", "heads.st").out
+    command = next(line for line in said.splitlines() if line.startswith("  unskew evaluate"))
+    words = command.replace("ITS_NAME", "site_a").replace("ITS_DATA", "site_a_data").split()[1:]
+    assert words[-4:] == ["--server", "server.pub", "--sign", "site_a.key"]
+    done(*words)
+    said = done("calibrate", *SHARED, *known, "--heads", "heads.st", "--validate", "site_a.answer", "--out", "x.st")
+    assert "note: of those with a key in keys, site_b has not answered" in said.err
+    not_done("--heads and --validate choose a head", "calibrate", *SHARED, *known, "--heads", "heads.st", "--validate",
+             "site_a.answer", "--sum", "s.stats")  # fmt: skip
+
+
+def test_a_site_of_which_nothing_is_held_out_need_not_answer(work):
+    for path in sorted((work / "site_a_data").rglob("*.png"))[1:]:
+        path.unlink()
+    files = [sent("site_b")]
+    said = done("stats", *SHARED, "--data", "site_a_data", "--out", "site_a.stats")
+    assert "the task holds out 0.4 of 1 examples, which is none: such a site need not answer" in said.err
+    done("calibrate", *SHARED, "--stats", *files, "--propose", "heads.st")
+    asked = ("--data", "site_a_data", "--heads", "heads.st", "--stats", "site_a.stats", "--out", "a.answer")
+    not_done("a share of 0.4 of its examples is none: such a site need not answer", "evaluate", *SHARED, *asked)
 
 
 def test_a_copy_is_accepted_by_name(work):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -292,3 +293,19 @@ def test_a_locks_file_that_leads_elsewhere_is_refused_and_nothing_is_written_the
         pass
     assert victim.read_text() == "mine" * 1000
     assert place.is_symlink() or place.exists()
+
+
+def test_a_lock_that_can_not_be_removed_is_let_go(tmp_path, monkeypatch):
+    """Tidying up keeps no file open, and holds nobody up."""
+
+    def kept(*_, **__):
+        raise PermissionError(13, "read-only")
+
+    (tmp_path / locks.NAME).write_text("")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", kept)
+        before = len(os.listdir("/proc/self/fd"))
+        locks.tidy(tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == before
+    with locks.folder_locked(tmp_path, "wait"):
+        pass

@@ -8,8 +8,10 @@ import re
 import signal
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from conftest import toy_model
 from killing import descendants, finished, killed, run_of, runs, table_of
 from pictures import MEAN, STD, folder_of, write_network
 from unskew import Experiment, Workers, fedavg, limits, train
+from unskew.children import Child, Vigil
 from unskew.experiments.tables import Table, filled
 from unskew.results import read
 
@@ -196,6 +199,33 @@ def test_a_worker_that_thinks_for_long_is_no_stone(ragged):
     method = replace(fedavg(), criterion=slow)
     with limits.changed("silence=1"):
         assert list(train(toy_model(), ragged, method, rounds=1, steps=1, batch=8, engine=Workers(2)))
+
+
+def test_who_stands_still_is_noticed_though_others_answer():
+    """The silence of one is counted from answer to answer of the other; not the time in which nobody looked."""
+    (talker, says), (stone, _mute) = multiprocessing.Pipe(), multiprocessing.Pipe()
+    pulses = {talker: types.SimpleNamespace(value=0), stone: types.SimpleNamespace(value=0)}
+    children = {pipe: Child(os, pipe, pulse) for pipe, pulse in pulses.items()}
+    names, vigil, answers = {talker: "the talker", stone: "the stone"}, Vigil(), []
+
+    def listen():
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            says.send(0)
+            answers.extend(pipe.recv() for pipe in vigil.heard(children, names, "go on"))
+            time.sleep(0.1)
+
+    began = time.monotonic()
+    with limits.changed("silence=1"), mock.patch.object(os, "pid", 3, create=True):
+        with pytest.raises(ChildProcessError, match=r"the stone \(process 3\) has stood still for 1 s"):
+            listen()
+        assert 1 <= time.monotonic() - began < 3
+        assert len(answers) > 5
+        vigil = Vigil()
+        for _ in range(2):
+            says.send(0)
+            assert vigil.heard(children, names, "go on") == [talker]
+            time.sleep(1.1)  # as if we had been stopped ourselves
 
 
 @pytest.mark.parametrize(

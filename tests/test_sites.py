@@ -110,6 +110,16 @@ def test_known_names_are_normalised_as_training_does():
 # Tables
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_cells_may_stand_apart_by_semicolons_or_tabs(tmp_path, separator):
+    text = "height,label,weight\n1.5,0,-2\n3,2,1e3\n"
+    expected = whole(site_data(str(csv_of(tmp_path / "a.csv", text))))
+    found = whole(site_data(str(csv_of(tmp_path / "b.csv", text.replace(",", separator)))))
+    assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+    decimal = csv_of(tmp_path / "c.csv", "height;label\n1,5;0\n")
+    refused(DataError, ["line 2, column 'height' is '1,5'; expected a finite number"], decimal)
+
+
 def test_a_csv_is_read_line_by_line(tmp_path):
     path = csv_of(tmp_path / "a.csv", "\ufeffheight, label ,weight\n1.5,0,-2\n\n3, 2 ,1e3\n0.5,1.0,7\n")
     site = site_data(str(path), batch=2)

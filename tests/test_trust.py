@@ -221,7 +221,9 @@ def test_transformers_is_never_asked_to_run_what_a_folder_brings(here, monkeypat
     (folder / "model.safetensors").unlink()
     shutil.copy("loud.py", folder / "evil.py")
     foreign.load_module("transformers:vit")
-    assert [options["trust_remote_code"] for options, _ in asked] == [False, False]
+    assert [options["trust_remote_code"] for options, _ in asked] == [
+        False
+    ] * 3  # the configuration, its size, the network
     assert asked[0][0]["local_files_only"]
     assert [offline for _, offline in asked] == ["1", "1"]
     assert quiet(folder)

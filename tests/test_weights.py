@@ -104,7 +104,10 @@ def test_what_was_done_to_the_names_is_said(tmp_path: Path, caplog: pytest.LogCa
     for name, says in {
         "bare.pt": [],
         "deep.pt": ["the weights are those whose names begin with 'model.backbone.module.'"],
-        "lit.ckpt": ["begin with 'model.'; the others are left out: criterion.weight"],
+        "lit.ckpt": [
+            "the weights under 'state_dict' are taken",
+            "begin with 'model.'; the others are left out: criterion.weight",
+        ],
         "averaged.pt": ["the weights under 'state_dict' are taken, those under 'state_dict_ema' are not"],
     }.items():
         torch.save(wrapped(Net())[name], tmp_path / name)

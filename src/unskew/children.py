@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
@@ -92,17 +92,32 @@ class Child(NamedTuple):
     pulse: Any  # a number that grows while it lives
 
 
-def heard(children: Mapping[Connection, Child], names: Mapping[Connection, str], remedy: str) -> Iterable[Any]:
-    """The pipes of children that have answered, or have died; waits for one. A child without a pulse is refused."""
-    seen = {pipe: (child.pulse.value, 0.0) for pipe, child in children.items()}
-    while True:
-        ready = wait(list(children), TICK)
-        if ready:
-            return ready
-        for pipe, child in children.items():  # in ticks of our own, lest we count the time in which we stood still
-            before, silent = seen[pipe]
-            silent = silent + TICK if child.pulse.value == before else 0.0
-            seen[pipe] = child.pulse.value, silent
+class Vigil:
+    """An eye on children over many answers: one that stands still is noticed though others go on answering."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Connection, tuple[int, float]] = {}  # of each child the last pulse, and seconds without one
+        self.looked = time.monotonic()
+
+    def heard(self, children: Mapping[Connection, Child], names: Mapping[Connection, str], remedy: str) -> list[Any]:
+        """The pipes of children that have answered, or have died; waits for one. A child without a pulse is refused."""
+        while True:
+            ready = wait(list(children), TICK)
+            for pipe in ready:  # which says more than a pulse
+                self.seen.pop(pipe, None)  # type: ignore[call-overload]
+            self._look({pipe: child for pipe, child in children.items() if pipe not in ready}, names, remedy)
+            if ready:
+                return ready
+
+    def _look(self, children: Mapping[Connection, Child], names: Mapping[Connection, str], remedy: str) -> None:
+        """Count the time since the last look, no more than a tick of it: in the rest we may have stood still too."""
+        now = time.monotonic()
+        passed, self.looked = min(TICK, now - self.looked), now
+        for pipe, child in children.items():
+            pulse = child.pulse.value
+            before, silent = self.seen.get(pipe, (pulse, 0.0))
+            silent = silent + passed if pulse == before else 0.0
+            self.seen[pipe] = pulse, silent
             if silent >= limits.most("silence"):
                 pid = child.process.pid
                 raise ChildProcessError(

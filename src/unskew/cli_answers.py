@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from unskew.cli_keys import tell_silent
 from unskew.cli_options import note
 from unskew.console import show, table_of
 
@@ -36,6 +37,9 @@ def validated(told: Conversation, model: Split, stats: FeatureStats, prior: Tens
     heads = read_heads(told.heads, model, stats.parts)
     owners = owners_of(told.files, stats.parts)
     answers = read_answers(told.answers, heads, model.classes, owners, told.sites)
+    if told.sites is not None:
+        idle = [owner.site for owner in owners.values() if stats.held_out is not None and not owner.examples_held_out]
+        tell_silent(told.sites, [*answers, heads.signed.site, *idle], "has not answered")
     whole = added(answers.values())
     mix = None if prior is None else prior.to(whole.total)
     best, accuracies = chosen(whole.right, whole.total, mix)

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unskew.cli_options import PATH, epilog
+from unskew.cli_options import PATH, epilog, note
 from unskew.console import show
 
 if TYPE_CHECKING:
-    from unskew.signing import Key
+    from unskew.signing import Key, Sites
     from unskew.statistics_header import Head
+
+
+MOST_NAMES = 20  # that are told
 
 
 @click.group("key")
@@ -29,7 +32,8 @@ def new(name: Path) -> None:
 
     secret, public = new_key(name)
     show(f"{secret}: the private key, for --sign. It stays here: whoever has it can sign as {secret.stem}.")
-    show(f"{public}: the public key. Give it to whoever adds the files, by a way that you trust.")
+    show(f"{public}: the public key. Give it to whoever is to know your files by it, in a way that they trust: a site "
+         "to the server, the server to the sites.")  # fmt: skip
 
 
 def key_of(path: Path | None) -> Key | None:
@@ -47,8 +51,20 @@ def check_signatures(
     """
     from unskew.signing import Sites, check_senders, check_signed, read_sites
 
-    if sites is not None:
-        check_senders([(path, known[path].signed) for path in files], read_sites(sites))
     own = key_of(sign)
+    if sites is not None:
+        keys = read_sites(sites)
+        check_senders([(path, known[path].signed) for path in files], keys)
+        heard = [known[path].site for path in (*files, *sums)]
+        heard += [part.site for path in sums for part in known[path].parts]
+        tell_silent(keys, [*heard, own.name if own else None], "has sent no statistics")
     for path in sums if own is not None else ():
         check_signed(path, known[path].signed, Sites(str(sign), {own.name: own.public} if own else {}))
+
+
+def tell_silent(sites: Sites, heard: Iterable[str | None], what: str) -> None:
+    """Say who has a key and is not among those that were heard."""
+    missing = sorted(set(sites.keys) - set(heard))
+    if missing:
+        more = f" and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
+        note(f"of those with a key in {sites.where}, {', '.join(missing[:MOST_NAMES])}{more} {what}")

@@ -72,7 +72,9 @@ if TYPE_CHECKING:
 @click.option(
     "--export-preparation", is_flag=True, help="let that program take pixels: mean and deviation are part of it"
 )
-@click.option("--sum", "keep", type=PATH, help="also write the sum of the files, itself a statistics file")
+@click.option(
+    "--sum", "keep", type=PATH, help="write the sum of the files, itself a statistics file; alone, or beside others"
+)
 @click.option("--propose", type=PATH, help="write candidate heads for the sites to validate, instead of --out")
 @click.option("--heads", type=PATH, help="the candidate heads that the sites have validated")
 @click.option("--validate", type=PATH, multiple=True, help="the sites' answers to --heads: the best head is taken")
@@ -92,7 +94,7 @@ def calibrate(**options: Any) -> None:
     material = _material(wish, sent, plan, opened.model, asked.values["device"])
     if wish.propose:
         _propose(wish.propose, wish, opened, material, asked.values)
-    else:
+    elif wish.out or wish.export:
         _write(wish, sent, opened, plan, material)
 
 
@@ -126,8 +128,13 @@ class Wish(NamedTuple):
 
 def _check_wish(wish: Wish) -> None:
     """Refuse options that contradict each other."""
-    if bool(wish.out or wish.export) == bool(wish.propose):
-        raise UsageError("give --out for the calibrated weights, --export for a program, or --propose for candidates")
+    made = bool(wish.out or wish.export)
+    if (made and wish.propose) or not wish.written:
+        raise UsageError(
+            "give --out for the calibrated weights, --export for a program, --propose for candidates, or --sum alone"
+        )
+    if wish.heads and not made:
+        raise UsageError("--heads and --validate choose a head: give --out for the weights, or --export for a program")
     if bool(wish.heads) != bool(wish.validate):
         raise UsageError("--heads and --validate belong together: candidate heads, and the sites' answers to them")
     if wish.robust and (wish.heads or wish.keep):
@@ -180,11 +187,13 @@ def _sent(wish: Wish, asked: Asked) -> Sent:
             raise DataError(f"{path}: the site has no examples: leave its file out")
     if wish.sites is not None and asked.task is None:
         raise UsageError("--sites needs --task: without its nonce, a file of an older task would pass for a new one")
-    check_signatures(known, wish.files, wish.sums, wish.sites, wish.sign)
     kept, removed = _kept((*wish.files, *wish.sums), wish.without, known)
-    _check_sources(asked, known)
-    check_alike(known)
-    return Sent(known, kept, removed)
+    own = [path for path in kept if path not in wish.sums]
+    check_signatures(known, own, [path for path in kept if path in wish.sums], wish.sites, wish.sign)
+    used = {path: known[path] for path in (*kept, *removed)}  # what is left out needs no key, and may be of any kind
+    _check_sources(asked, used)
+    check_alike(used)
+    return Sent(used, kept, removed)
 
 
 def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
@@ -356,6 +365,8 @@ def _propose(path: Path, wish: Wish, opened: Opened, material: Material, given: 
     write_heads(path, model, made, material.stats, fresh, key_of(wish.sign))
     show(f"{path}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
     answer = f"--heads {quote(str(path))} --stats ITS_NAME.stats --out ITS_NAME.answer"
+    answer += f" --server {quote(wish.sign.stem)}.pub" if wish.sign else ""
+    answer += " --sign ITS_NAME.key" if wish.sites else ""
     show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
 
 
@@ -377,6 +388,7 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
         name, new = plan.wanted.name, _made(wish.calibrator, wish, material, model.classifier)
     better = with_classifier(model, new).to("cpu")
     files = f"{len(sent.kept)} file{'s' if len(sent.kept) > 1 else ''}"
+    files = files if sent.apart else f"{len(stats.parts)} sites' files, some by a sum,"
     source = wish.heads or f"{files} and {int(stats.count.sum()):,} examples"
     program = program_of(better, stats.origin, wish.export_preparation) if wish.export else None
     if wish.out:
@@ -397,8 +409,8 @@ def _called(given: Mapping[str, Any]) -> str:
     """The options by which others name the same model."""
     if given["task"]:
         return f"--task {quote(str(given['task']))}" + (" --trust" if given["trust"] else "")
-    weights = f" --weights {quote(str(given['weights']))}" if given["weights"] else ""
-    return f"--model {quote(given['model'])}{weights}" + (f" --classes {given['classes']}" if given["classes"] else "")
+    words = [f"--{name} {quote(str(given[name]))}" for name in ("model", "weights", "layer", "classes") if given[name]]
+    return " ".join([*words, *(["--trust"] if given["trust"] else [])])
 
 
 def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:

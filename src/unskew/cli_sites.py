@@ -80,7 +80,10 @@ def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: 
         found = replace(found, origin=replace(found.origin, nonce=asked.task.nonce))
     examples = int(found.count.sum())
     if found.held_out is not None and not found.held_out.count.sum() > 0:
-        note(f"--hold-out {hold_out} of {examples:,} examples is none: raise it, or leave it out")
+        settled = asked.task is not None and given["hold_out"] is None
+        remedy = "such a site need not answer to heads" if settled else "raise it, or leave it out"
+        share = f"{'the task holds out' if settled else '--hold-out'} {hold_out} of {examples:,} examples"
+        note(f"{share}, which is none: {remedy}")
     if judgement is not None:
         stays = "which the file tells" if send_score else "which stays here"
         show(f"layer {site.model.layer or 'classifier'}; {judgement}, {stays}")
@@ -208,16 +211,21 @@ def _heads(path: Path, server: Path | None, site: Site, asked: Asked) -> tuple[d
 @click.command("inspect", epilog=epilog(
     "unskew inspect site_*.stats", "unskew inspect site_*.stats --json", "unskew inspect site_*.stats --sites keys/",
 ))  # fmt: skip
-@click.argument("files", type=PATH, nargs=-1, required=True)
+@click.argument("files", type=PATH, nargs=-1)
 @click.option("--sites", type=PATH, help="folder with the public key NAME.pub of each site, who must have signed")
+@click.option("--sums", type=PATH, multiple=True, help="sums that you have written by `unskew calibrate --sum`")
 @click.option("--influence", is_flag=True, help="also show how much each site moves the head")
 @click.option("--json", "as_json", is_flag=True, help="print what was found as JSON, nothing else")
-def inspect_files(files: tuple[Path, ...], sites: Path | None, influence: bool, as_json: bool) -> None:
+def inspect_files(
+    files: tuple[Path, ...], sites: Path | None, sums: tuple[Path, ...], influence: bool, as_json: bool
+) -> None:
     """Show what statistics files hold, and what to beware of."""
+    if not (files or sums):
+        raise click.UsageError("give the files to inspect, or --sums, which you have written")
     from unskew.inspection import influence_of, inspected
     from unskew.signing import read_sites
 
-    found = inspected(files, None if sites is None else read_sites(sites))
+    found = inspected(files, None if sites is None else read_sites(sites), sums)
     if influence:
         found["influence"] = influence_of([Path(site["file"]) for site in found["files"]])
     if as_json:
@@ -233,13 +241,16 @@ def inspect_files(files: tuple[Path, ...], sites: Path | None, influence: bool, 
 def _show_files(found: Mapping[str, Any]) -> None:
     sites = found["files"]
     scored = ["old head right"] if any(site["right"] is not None for site in sites) else []
-    signed = ["signed by"] if any(site["site"] is not None for site in sites) else []
+    checked = any(site["checked"] for site in sites)
+    named = "signed by" if checked else "says it is from (not checked: --sites)"
+    signed = [named] if any(site["site"] is not None for site in sites) else []
     table = table_of("file", *signed, "examples", "classes", "d", "form", "precision", "transform", "size", "held out",
                      *scored)  # fmt: skip
     for site in sites[:MOST_ROWS]:
         held, right = ("·" if site[name] is None else f"{site[name]:,}" for name in ("held_out", "right"))
-        by = [site["site"] or "·"] if signed else []
-        table.add_row(site["file"], *by, f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
+        by = [_sender(site, checked)] if signed else []
+        of = f" (sum of {site['parts']} sites)" if site["parts"] else ""
+        table.add_row(site["file"] + of, *by, f"{site['examples']:,}", f"{site['present']} of {site['classes']}",
                       str(site["dimension"]), site["form"], site["precision"], site["transform"], size(site["bytes"]),
                       held, *([right] if scored else []))  # fmt: skip
     show(table)
@@ -256,6 +267,11 @@ def _show_files(found: Mapping[str, Any]) -> None:
         show(f"! and {len(found['warnings']) - MOST_ROWS:,} more; --json has them.")
     if not found["warnings"] and not found["refused"]:
         show("Nothing to beware of was found.")
+
+
+def _sender(site: Mapping[str, Any], checked: bool) -> str:
+    """Who a file is from; where others were checked, a sum's signer was not."""
+    return (site["site"] or "·") + (" (not checked)" if site["site"] and checked and not site["checked"] else "")
 
 
 def _show_influence(found: Mapping[str, Any]) -> None:
@@ -287,7 +303,8 @@ def _show_counts(found: Mapping[str, Any]) -> None:
     names = names if len(set(names)) == len(names) else [site["file"] for site in found["files"]]
     labels, counts = [row["label"] for row in found["table"]], [row["counts"] for row in found["table"]]
     few = len(names) <= FEW_SITES
-    table = table_of("class", "examples", "sites", "largest share", *(names if few else []))
+    of = "files" if any(site["parts"] for site in found["files"]) else "sites"
+    table = table_of("class", "examples", of, "largest share", *(names if few else []))
     order = list(range(len(labels)))
     if len(labels) > MOST_ROWS:
         order = sorted(sorted(order, key=lambda place: -sum(counts[place]))[:MOST_ROWS])

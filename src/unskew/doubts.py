@@ -33,7 +33,7 @@ from unskew.statistics import FeatureStats
 SCALE = 6.0  # times as large, or as small: refused
 ODD = 2.5  # times: told
 SPREAD = 20.0  # times as varied, or as little: refused
-SHAPE = 4.5  # times as concentrated on few directions, or as little: refused; beyond ODD / SCALE of that: told
+SHAPE, ODD_SHAPE = 12.0, 1.9  # times as concentrated on few directions, or as little: refused; told
 DISTANCE = 2.5  # of the largest squared distance between two classes: refused
 TAKEN = 0.75  # of the way from one class to another: its examples are taken for the other's
 SURE = 5.0  # standard deviations by which that must be beyond the middle
@@ -379,7 +379,7 @@ def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> I
                       [other.spread for other in others], SPREAD, site.free * found.width)  # fmt: skip
     told = f"the concentration of its scatter on few directions over {whose}"
     yield from _ratio(site, "shape", told, found.shape, [other.shape for other in others], SHAPE,
-                      site.free * math.sqrt(found.width))  # fmt: skip
+                      site.free * math.sqrt(found.width), odd=ODD_SHAPE)  # fmt: skip
     for label, ratio in found.scales.items():
         if 1 / ODD < ratio < ODD:
             continue
@@ -405,7 +405,7 @@ def _judged(site: Summary, found: Comparison, others: Sequence[Comparison]) -> I
 
 def _ratio(
     site: Summary, what: str, told: str, ratio: float | None, peers: Sequence[float | None], limit: float,
-    freedom: float, label: int | None = None,
+    freedom: float, label: int | None = None, odd: float | None = None,
 ) -> Iterator[Doubt]:  # fmt: skip
     """A ratio of sums of squares that should be about 1: beyond the limit, beyond what the others differ by among each
     other, and beyond what chance does with so many degrees of freedom.
@@ -415,7 +415,7 @@ def _ratio(
     logs = [math.log(peer) for peer in peers if peer is not None and peer > 0]
     typical = 1.4826 * statistics.median(abs(value) for value in logs) if len(logs) > 1 else 0.0
     below, above = _chance(max(freedom, 1.0))
-    for severity, bound in ((REFUSE, limit), (WARN, ODD * limit / SCALE)):
+    for severity, bound in ((REFUSE, limit), (WARN, odd or ODD * limit / SCALE)):
         most = max(bound, math.exp(min(6 * typical, 700.0)))
         if not below / most <= ratio <= above * most:
             labels = () if label is None else (label,)

@@ -65,7 +65,8 @@ def scores_of(
             for name, head in heads.items():
                 scores[name] += scored(head.to(z.device)(z)[rows], y.to(z.device)[rows], classes)
     if not next(iter(scores.values())).confusion.sum() > 0:
-        raise DataError(f"{site.name}: there are no examples to score")
+        none = f"a share of {hold_out} of its examples is none: such a site need not answer" if hold_out else ""
+        raise DataError(f"{site.name}: there are no examples to score" + (f"; {none}" if none else ""))
     return scores
 
 

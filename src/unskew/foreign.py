@@ -25,7 +25,7 @@ from torch import nn
 
 from unskew.errors import COUNT, DataError, UsageError, check_number, one_line
 from unskew.files import read_json
-from unskew.models import check_made, networks
+from unskew.models import check_made, check_memory, networks
 from unskew.placeholders import in_place_of
 from unskew.specs import called, converted, defaults_of, is_own, own, parse
 from unskew.weights import few, is_script, quiet_transformers
@@ -44,11 +44,13 @@ kinds = {
 # -------- Modules --------
 
 
-def load_module(spec: str, classes: int | None = None, trust: bool = False) -> nn.Module:
+def load_module(spec: str, classes: int | None = None, trust: bool = False, backed: int = 0) -> nn.Module:
     """The module that a spec names (see `kinds`), with initial weights unless it brings its own (`brings_weights`).
 
     `classes` is the number of logits, where the module leaves that open: a function of the user's is given it if it
     has a parameter of that name. `trust` allows a program of `torch.export`, which can run code when it is read.
+    A network of Unskew's is refused where it takes more memory than the limit `unbacked` beside the bytes of weights
+    that are there for it, `backed`: its sizes are a few characters in a task.
 
     >>> load_module("small-cnn:channels=1:size=8", classes=3).classifier
     Linear(in_features=64, out_features=3, bias=True)
@@ -74,6 +76,8 @@ def load_module(spec: str, classes: int | None = None, trust: bool = False) -> n
     given: dict[str, Any] = converted(spec, options, defaults)
     if classes is not None and "classes" in inspect.signature(function).parameters:
         given["classes"] = classes
+    if name in networks:
+        check_memory(lambda: function(**given), f"model {spec!r}", backed)
     module = called("model", spec, function, **given)
     if not isinstance(module, nn.Module):
         raise UsageError(f"model is {spec!r}: it returned {type(module).__name__}, not an nn.Module")
@@ -225,6 +229,8 @@ def _transformers(name: str, classes: int | None) -> nn.Module:
                 f"model is 'transformers:{name}', but transformers has no classifier of texts or images of the type "
                 f"{config.model_type!r}: bert and vit are types that have one"
             )
+        held = sum(path.stat().st_size for path in Path(name).glob("*") if path.is_file()) if filled else 0
+        check_memory(lambda: maker.from_config(config, trust_remote_code=False), f"model 'transformers:{name}'", held)
         if not filled:
             return maker.from_config(config, trust_remote_code=False)
         return _from_folder(maker, name, config, local, classes)

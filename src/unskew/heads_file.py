@@ -83,7 +83,10 @@ def opened(
     if inside is None and source in networks and "classifier.weight" in tree:
         inside = len(tree["classifier.weight"])
         limits.check("classes", inside, weights)
-    module = load_module(spec, inside or classes, trust)  # other classes than the weights have are mended below
+    if classes is not None:
+        limits.check("classes", classes, f"model {spec!r}")
+    backed = sum(value.numel() * value.itemsize for value in tree.values())
+    module = load_module(spec, inside or classes, trust, backed)  # other classes than the weights have: mended below
     tree = renamed(module, tree, weights) if weights else {}
     layer = about["layer"] if layer is None and about and (len(starts) == 1 or example is None) else layer
     held: Tree = {}
@@ -104,6 +107,8 @@ def opened(
     fresh = classes is not None and (untrained or classes != model.classes or not linear(model.classifier).weight.any())
     if classes is not None and classes != model.classes:
         old = plain(model.classifier)
+        new = classes * model.dimension * old.weight.itemsize
+        limits.check("unbacked", new, f"model {spec!r}: a head of {classes:,} classes")
         bias = None if old.bias is None else old.weight.new_zeros(classes)
         model.classifier = linear_of(old.weight.new_zeros(classes, model.dimension), bias)
     return Opened(module, model, fresh)

@@ -14,7 +14,7 @@ from unskew.origin import Origin
 from unskew.scrutiny import Summary
 from unskew.signing import Sites, check_signed
 from unskew.statistics import REDUCES, FeatureStats
-from unskew.statistics_file import load
+from unskew.statistics_file import check_role, load
 from unskew.statistics_header import Head, head_of
 
 CHEAP = {"class": "diagonal", "pooled": "none"}  # what is held of each file: skewness takes squares of each class
@@ -22,18 +22,21 @@ NAMED = 20  # classes in a warning
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
-def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, Any]:
+def inspected(files: Sequence[Path], sites: Sites | None = None, sums: Sequence[Path] = ()) -> dict[str, Any]:
     """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused, and
-    those that `sites` have not signed.
+    those that `sites` have not signed. `sums` are this server's own, which no site signs.
     """
+    files = [*files, *sums]
     heads, found, refused = list[Head](), list[FeatureStats](), dict[Path, str]()
     seen: list[Summary] = []
     for path in files:
         try:
             head = head_of(path)
-            if sites is not None:
+            if path in sums or sites is not None:
+                check_role(path, head, path in sums)
+            if sites is not None and path not in sums:
                 check_signed(path, head.signed, sites)
-            found.append(load(path, CHEAP.get(head.form), seen.append))
+            found.append(load(path, CHEAP.get(head.form), None if head.parts else seen.append))
             heads.append(head)
         except DataError as error:
             refused[path] = str(error)
@@ -47,7 +50,10 @@ def inspected(files: Sequence[Path], sites: Sites | None = None) -> dict[str, An
     counts = [list(row) for row in zip(*columns, strict=True)]
     doubts = doubts_of(seen)
     return {
-        "files": [_file(*each) for each in zip(files, heads, found, strict=True)],
+        "files": [
+            _file(path, head, stats, sites is not None and path not in sums)
+            for path, head, stats in zip(files, heads, found, strict=True)
+        ],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
         "doubts": [doubt._asdict() for doubt in doubts],
         "warnings": [
@@ -69,14 +75,15 @@ def influence_of(files: Sequence[Path]) -> list[dict[str, Any]]:
     return [row._asdict() for row in sorted(rows, key=lambda row: (-row.accuracy, -row.changed))]
 
 
-def _file(path: Path, head: Head, stats: FeatureStats) -> dict[str, Any]:
+def _file(path: Path, head: Head, stats: FeatureStats, checked: bool) -> dict[str, Any]:
     return {
         "file": str(path), "bytes": path.stat().st_size, "examples": head.examples, "classes": head.classes,
         "present": int((stats.count > 0).sum()), "dimension": head.dimension, "form": head.form,
         "precision": head.precision, "transform": head.transform, "held_out": head.held_out,
         "right": head.right,
         "layer": head.origin.layer, "weights": head.origin.weights, "preparation": head.origin.preparation,
-        "inputs": head.origin.inputs, "nonce": head.origin.nonce, "site": head.site, "parts": len(head.parts) or None,
+        "inputs": head.origin.inputs, "nonce": head.origin.nonce, "site": head.site, "checked": checked,
+        "parts": len(head.parts) or None,
         "skewness": stats.skewness, "producer": head.producer, "digest": head.digest,
     }  # fmt: skip
 
@@ -133,8 +140,9 @@ def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], c
             warnings.append(f"{path} holds no examples")
     alone: dict[Path, list[str]] = {}
     for name, row in zip(label, counts, strict=True):
-        if len(files) > 1 and sum(map(bool, row)) == 1:
-            alone.setdefault(files[max(range(len(row)), key=row.__getitem__)], []).append(name)
+        most = max(range(len(row)), key=row.__getitem__)
+        if len(files) > 1 and sum(map(bool, row)) == 1 and not heads[most].parts:
+            alone.setdefault(files[most], []).append(name)
     for path, names in alone.items():
         warnings.append(f"{path} alone has class {_few(names)}: what is said of it is said of that site")
     absent = [name for name, row in zip(label, counts, strict=True) if not sum(row)]

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from unskew.errors import UsageError, lookup
+from unskew import limits
+from unskew.errors import UsageError, lookup, one_line
 from unskew.seeds import seeded
 
 # -------- The cut --------
@@ -337,6 +338,25 @@ networks: dict[str, Callable[..., Split]] = {
     "resnet18": resnet18,
     "small-cnn": small_cnn,
 }
+
+
+Made = TypeVar("Made", bound=nn.Module)
+
+
+def check_memory(make: Callable[[], Made], where: object, backed: int = 0) -> Made:
+    """Refuse a network that would take too much memory, before it does: it is made on torch's meta device first.
+
+    `where` has asked for it, and holds so many bytes of its weights itself. Gives the network without values.
+    """
+    try:
+        with torch.device("meta"):
+            empty = make()
+    except (TypeError, RuntimeError, OverflowError) as error:  # sizes that torch can't count
+        raise UsageError(f"{where}: no network can be made of such sizes ({one_line(error)[:120]})") from None
+    values = {id(value): value for value in (*empty.parameters(), *empty.buffers())}  # some have two names
+    taken = sum(value.numel() * value.itemsize for value in values.values())
+    limits.check("unbacked", taken - backed, f"{where}: its network")
+    return empty
 
 
 def build(

@@ -31,7 +31,7 @@ from unskew.packing import diagonal, factor_in_place, pack, upper
 from unskew.scrutiny import Scrutiny, Summary
 from unskew.signing import Key, signature_of
 from unskew.statistics import CUBED, REDUCES, FeatureStats, Sort
-from unskew.statistics_header import HELD, PRECISIONS, Head, kinds_of, metadata_of, read_head, rounding_of
+from unskew.statistics_header import HELD, PRECISIONS, Head, head_of, kinds_of, metadata_of, read_head, rounding_of
 from unskew.streams import Reader, size, write
 
 STEP = {"float64": 0.0, "float32": 2.0**-24, "bfloat16": 2.0**-9, "int16": 0.5 / 32767}  # of rounding, relative
@@ -154,12 +154,19 @@ def total_of(
 
     `sums` are files that `save_sum` wrote: no site can send one, since what it says of its parts is believed. Refused
     are files that can't be added to the first; data that come twice, also as a part of a sum or in another precision or
-    form, unless they are among those to `accept`; and one of `without` that is not in the sum. `progress` is told of
-    each. `examine` is given what `scrutiny.py` finds in each file that is added.
+    form, unless they are among those to `accept`; and one of `without` that is not in the sum. What is taken out of
+    `sums` is so before other files are added: a site's new file can take the place of its old one. `progress` is told
+    of each. `examine` is given what `scrutiny.py` finds in each file that is added.
     """
-    added = [*((Path(path), 1, False) for path in paths), *((Path(path), 1, True) for path in sums)]
-    taken = [(Path(path), -1, False) for path in without]
-    return _total([*added, *taken], form, progress, {Path(path) for path in accept}, examine)
+    whole, taken = [Path(path) for path in sums], [Path(path) for path in without]
+    inside = {part.digest for path in whole for part in head_of(path).parts} if taken else set()
+    early = [
+        path for path in taken if inside and head_of(path).digest in inside
+    ]  # lest a site's new file meets its old
+    order = [*((path, 1, True) for path in whole), *((path, -1, False) for path in early),
+             *((Path(path), 1, False) for path in paths),
+             *((path, -1, False) for path in taken if path not in early)]  # fmt: skip
+    return _total(order, form, progress, {Path(path) for path in accept}, examine)
 
 
 def _total(

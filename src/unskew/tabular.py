@@ -102,10 +102,13 @@ def _floats(cells: Array, where: Callable[[int], str]) -> Array:
     return numbers
 
 
-def _csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+SEPARATORS = (",", ";", "\t")
+
+
+def _csv_lines(path: Path, separator: str = ",") -> Iterator[tuple[int, list[str]]]:
     with reading(path, "can't be read as CSV"), open_regular(path) as raw:
         lines = _Lines(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), path)
-        reader = csv.reader(lines, strict=True)
+        reader = csv.reader(lines, delimiter=separator, strict=True)
         for cells in reader:
             lines.length = 0
             if cells:  # a blank line has none
@@ -128,13 +131,17 @@ class _Lines:
 
 
 def _csv(path: Path) -> _Columns:
-    _, header = next(_csv_lines(path), (0, []))
+    found = {separator: next(_csv_lines(path, separator), (0, []))[1] for separator in SEPARATORS[:1]}
+    if len(found[","]) == 1:  # so it is no comma that separates
+        found |= {separator: next(_csv_lines(path, separator), (0, []))[1] for separator in SEPARATORS[1:]}
+    separator = max(found, key=lambda each: len(found[each]))
+    header = found[separator]
     limits.check("dimension", len(header), path)
     if not header:
         raise DataError(f"{path} is empty; expected the names of the columns in its first line")
 
     def parts(count: int) -> Iterator[tuple[Sequence[int], list[Array]]]:
-        lines = islice(_csv_lines(path), 1, None)
+        lines = islice(_csv_lines(path, separator), 1, None)
         while rows := list(islice(lines, count)):
             for line, cells in rows:
                 if len(cells) != len(header):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew import limits
+from unskew.archives import opened_zip
 from unskew.errors import DataError, one_line
 from unskew.files import is_memory, open_regular
 from unskew.headers import TYPES
@@ -58,7 +59,7 @@ def is_script(path: Path) -> bool:
         try:
             if not zipfile.is_zipfile(file):
                 return False
-            with zipfile.ZipFile(file) as archive:
+            with opened_zip(file, path) as archive:
                 return any(name.endswith("/constants.pkl") for name in archive.namelist())
         except Exception:  # damaged: whoever reads it says so
             return False
@@ -107,6 +108,8 @@ def read_weights(path: str | Path) -> Tree:
     if len(sets) > 1:
         others = ", ".join(repr(other) for other in sets if other != name)
         log.warning("%s: the weights under %r are taken, those under %s are not", path, name, others)
+    elif name:
+        log.warning("%s: the weights under %r are taken", path, name)
     _check_dense(path, sets[name])
     return sets[name]
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unskew.children import Child, Failure, devoted, died, failure, heard, lasting
+from unskew.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.engine import Engine, Visited, added_up, alone, engines, noted
 from unskew.errors import COUNT, UsageError, check_number
 from unskew.exchange import Client
@@ -187,6 +187,7 @@ def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[in
     server = crew[0].server.write({**prefix("params", last.params), **prefix("sent", sent)})
     waiting = deque(sorted(range(len(ids)), key=lambda place: -run.count(ids[place])))  # longest first
     busy: dict[Connection, tuple[Worker, int]] = {}
+    vigil = Vigil()
     done: dict[int, Visited] = {}
 
     def employ(worker: Worker) -> None:
@@ -203,7 +204,7 @@ def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[in
         while following not in done:
             children = {pipe: worker.child for pipe, (worker, _) in busy.items()}
             names = {pipe: f"the worker of client {ids[place]}" for pipe, (_, place) in busy.items()}
-            for pipe in heard(children, names, REMEDY):
+            for pipe in vigil.heard(children, names, REMEDY):
                 worker, place = busy.pop(pipe)
                 done[place] = _received(worker, ids[place])
                 employ(worker)

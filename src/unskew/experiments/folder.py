@@ -34,7 +34,7 @@ from unskew.files import parse_json, read_json, reading
 from unskew.heads import plain
 from unskew.locks import folder_locked
 from unskew.methods import skeleton
-from unskew.models import Split, build, linear, linear_of
+from unskew.models import Split, build, check_memory, linear, linear_of
 from unskew.results import Record, load_sealed, save_sealed, write_text
 from unskew.simulate import Round, Training
 from unskew.specs import is_own
@@ -246,8 +246,11 @@ def _skeleton(path: str | Path, about: Record, tree: Tree, trust: bool) -> Split
         model = own_model(name, torch.Generator(), torch.zeros(1, *about["shape"]), *sizes)
     else:
         held = sum(value.numel() for value in tree.values())
-        with torch.device("meta"):  # where it takes no memory
-            empty = skeleton(about["method"], build(name, *sizes, about["norm"]))
+
+        def make() -> Split:
+            return skeleton(about["method"], build(name, *sizes, about["norm"]))
+
+        empty = check_memory(make, path, 4 * held)
         wanted = sum(value.numel() for value in empty.features.parameters())
         if wanted > held:
             raise DataError(f"{path}: it holds {held:,} numbers, but {name} for {sizes} would have {wanted:,} or more")

@@ -23,7 +23,7 @@ from unskew.heads import Calibrator, check_training, oracle
 from unskew.lanes import FORMS, SMALL, precisions
 from unskew.machine import check_device, threads
 from unskew.methods import Method, method
-from unskew.models import Split, build
+from unskew.models import Split, build, check_memory
 from unskew.partition import Federation, federate, partitions
 from unskew.personal import Way, ways
 from unskew.seeds import generator, seeded
@@ -137,7 +137,9 @@ def network_of(experiment: Experiment, data: Dataset) -> Split:
     if is_own(experiment.model):
         return own_model(experiment.model, draw, data.x[:1].cpu(), data.classes, data.channels, data.size)
     norm = None if experiment.norm == "auto" else experiment.norm
-    return build(experiment.model, data.classes, data.channels, data.size, norm, draw)
+    sizes = (data.classes, data.channels, data.size)
+    check_memory(lambda: build(experiment.model, *sizes, norm), f"model {experiment.model!r} for images of {data.size}")
+    return build(experiment.model, *sizes, norm, draw)
 
 
 def own_model(spec: str, draw: torch.Generator, example: Tensor, classes: int, channels: int, size: int) -> Split:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unskew.children import Child, Failure, devoted, died, failure, heard, lasting
+from unskew.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.experiments.experiment import Experiment
 from unskew.locks import folder_locked
 from unskew.results import Record
@@ -158,7 +158,7 @@ GRACE = 10.0  # seconds that a process has for its last checkpoint when it is to
 
 def _in_processes(out: Path, todo: list[Item], jobs: int) -> Iterator[Result]:
     """Run experiments, so many at a time; a process that dies or stands still is told with its run."""
-    waiting, busy = deque(todo), dict[Connection, tuple[Child, Item]]()
+    waiting, busy, vigil = deque(todo), dict[Connection, tuple[Child, Item]](), Vigil()
 
     def employ(child: Child) -> None:
         if waiting:
@@ -171,7 +171,7 @@ def _in_processes(out: Path, todo: list[Item], jobs: int) -> Iterator[Result]:
             employ(child)
         while busy:
             names = {pipe: f"the process of {_folder(out, item[1])}" for pipe, (_, item) in busy.items()}
-            for pipe in heard({pipe: child for pipe, (child, _) in busy.items()}, names, REMEDY):
+            for pipe in vigil.heard({pipe: child for pipe, (child, _) in busy.items()}, names, REMEDY):
                 child, _ = busy.pop(pipe)
                 result = _received(child, names[pipe])
                 employ(child)
