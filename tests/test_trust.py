@@ -11,7 +11,7 @@ import torch
 
 from commands import blobs, tiny, unskew
 from pictures import MEAN, STD, folder_of, write_network
-from unskew import DataError, Experiment, UsageError, foreign, load_model
+from unskew import DataError, Experiment, UsageError, foreign, limits, load_model
 from unskew.results import load_sealed, save_sealed
 
 LOUD = """
@@ -221,9 +221,10 @@ def test_transformers_is_never_asked_to_run_what_a_folder_brings(here, monkeypat
     (folder / "model.safetensors").unlink()
     shutil.copy("loud.py", folder / "evil.py")
     foreign.load_module("transformers:vit")
-    assert [options["trust_remote_code"] for options, _ in asked] == [
-        False
-    ] * 3  # the configuration, its size, the network
+    assert len(asked) == 3  # for the configuration, and for the network: without memory first
+    assert {options["trust_remote_code"] for options, _ in asked} == {False}
     assert asked[0][0]["local_files_only"]
-    assert [offline for _, offline in asked] == ["1", "1"]
+    assert {offline for _, offline in asked} == {"1"}
+    with limits.changed("unbacked=10"), pytest.raises(DataError, match="transformers:vit': its network: 24 bytes"):
+        foreign.load_module("transformers:vit")
     assert quiet(folder)
