@@ -58,6 +58,8 @@ def check_signatures(
         heard = [known[path].site for path in (*files, *sums)]
         heard += [part.site for path in sums for part in known[path].parts]
         tell_silent(keys, [*heard, own.name if own else None], "has sent no statistics")
+        for path in sums if own is None else ():
+            note(f"{path}: who wrote this sum is not checked: --sign with the server's key does")
     for path in sums if own is not None else ():
         check_signed(path, known[path].signed, Sites(str(sign), {own.name: own.public} if own else {}))
 
