@@ -103,9 +103,10 @@ def trial(number: int, seed: int, folder: Path, known: dict[str, tuple[float, di
             second = True
             failures += _second(case, data, out, process)
         process.join(moment / 2)
-        if process.is_alive():
+        told = _stopped(process, how, out) if process.is_alive() else None
+        if told is not None:
             hits += 1
-            failures += _stopped(process, how, out)
+            failures += told
         elif process.exitcode != 0 and not second:
             failures.append(f"it does not go on: {_said(out)}")
             break
@@ -171,13 +172,17 @@ def _said(out: Path, name: str = "errors.txt") -> str:
     return "nothing"
 
 
-def _stopped(process: Any, how: str, out: Path) -> list[str]:
-    """Stop a process, and see that what it started ends with it."""
+def _stopped(process: Any, how: str, out: Path) -> list[str] | None:
+    """Stop a process, and see that what it started ends with it; None if it ended by itself in that moment."""
     family = descendants(process.pid)
-    if how == "SIGSTOP":
-        os.kill(process.pid, signal.SIGSTOP)
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGTERM if how == "SIGTERM" else signal.SIGKILL)
+    try:
+        if how == "SIGSTOP":
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGTERM if how == "SIGTERM" else signal.SIGKILL)
+    except ProcessLookupError:
+        process.join(LIMIT / 4)
+        return None
     process.join(LIMIT / 4)
     failures = []
     if process.is_alive():
