@@ -92,7 +92,7 @@ def test_runs_that_share_lanes_go_on_to_the_same_bits_for_every_method(name, nor
 
 
 @pytest.mark.parametrize("options", [{"augment": True}, {"epochs": 2}, {"recalibrate": (ffc(1.0), 2), "fraction": 1.0}])
-@pytest.mark.parametrize("side", [8, 28])
+@pytest.mark.parametrize("side", [8, pytest.param(28, marks=pytest.mark.slow)])
 def test_other_settings_and_a_larger_network(side, options):
     assert_lanes_go_on(together(network_of(side), federation_of(side), scaffold(), (2, 3), **options), [(1, 2), (0, 1)])
 
