@@ -103,6 +103,9 @@ def measure(given) -> None:
     known = {line["run"] for line in lines}
     data = None
     for file in sorted(given.trained.glob("*/experiment.json")):
+        if not file.with_name("model.safetensors").exists():
+            print(f"{file.parent}: not trained to its end, left out", flush=True)
+            continue
         told = Experiment(**json.loads(file.read_text()))
         cut = told.partition + ("-balanced" if told.balance else "")
         name = f"{told.method} {cut} {told.alpha:g} cut {told.cut_seed} seed {told.seed}"

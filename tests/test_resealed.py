@@ -15,6 +15,7 @@ import torch
 from commands import blobs
 from unskew import DataError, Experiment, load_model, run
 from unskew.results import load_sealed, save_sealed
+from unskew.simulate import Diverged
 
 Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 
@@ -90,6 +91,15 @@ def test_a_checkpoint_that_was_changed_and_sealed_anew_is_refused(made: Path, tm
         list(resumed)
     assert str(error.value).startswith(f"{path}: ")
     assert "begins again at round 1" in str(error.value)
+
+
+def test_a_run_that_diverges_after_a_checkpoint_names_it(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "half", tmp_path / "run")
+    path = tmp_path / "run" / "checkpoint.safetensors"
+    reseal(path, lambda tree, about: tree["params/classifier.weight"].fill_(3e38))
+    with pytest.raises(Diverged, match="diverged in round 3.*after round 2, from") as error:
+        list(run(experiment_of(made / "blobs.npz"), tmp_path / "run", resume=True))
+    assert str(path) in str(error.value)
 
 
 MODELS: dict[str, Change] = {

@@ -107,8 +107,16 @@ def _run(made: _Run, usage: Usage) -> Iterator[Record]:
         contextlib.closing(made), threads(made.experiment.threads), blaming(made.experiment.method),
         contextlib.closing(_rounds(made, usage)) as rounds,
     ):  # fmt: skip
-        for last in rounds:
-            yield made.reached(last)
+        found = made.last
+        try:
+            for last in rounds:
+                yield made.reached(last)
+        except Diverged as error:
+            if found is None:
+                raise
+            raise Diverged(
+                f"{error}. It went on after round {found.number}, from {made.checkpoint}: remove that to begin again"
+            ) from None
         yield from made.ended(usage, 1)
 
 
