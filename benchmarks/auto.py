@@ -21,11 +21,11 @@ import torch
 from lanes import plain_loop
 
 from unskew import build, dirichlet, fedavg, federate
-from unskew.choice import pick
-from unskew.data import dataset
-from unskew.machine import threads
-from unskew.simulate import Training, rounds_of
-from unskew.workers import known_engines
+from unskew.data.datasets import dataset
+from unskew.system.machine import threads
+from unskew.training.engines.choice import pick
+from unskew.training.engines.workers import known_engines
+from unskew.training.simulate import Training, rounds_of
 
 CASES = {"small-cnn, batch 32": ("small-cnn", 1, 8, 32), "cnn, batch 10": ("cnn", 3, 32, 10),
          "cnn, batch 64": ("cnn", 3, 32, 64)}  # fmt: skip

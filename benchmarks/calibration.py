@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from unskew.collecting import collect
-from unskew.heads import ccvr, ffc
-from unskew.models import build, evaluating
-from unskew.statistics import FORMS, FeatureStats
+from unskew.calibration.heads import ccvr, ffc
+from unskew.models.networks import build, evaluating
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FORMS, FeatureStats
 
 
 def timed(function, device="cpu"):

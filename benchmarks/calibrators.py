@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from unskew.collecting import collect
-from unskew.evaluate import batches, score
+from unskew.calibration.heads import oracle, with_classifier
+from unskew.calibration.selection import calibrators
 from unskew.experiments import Experiment, load_model, run
-from unskew.experiments.parts import data_of, federation_of
-from unskew.heads import oracle, with_classifier
-from unskew.models import Split, evaluating, linear
-from unskew.selection import calibrators
+from unskew.experiments.resolve import data_of, federation_of
+from unskew.models.evaluate import batches, score
+from unskew.models.networks import Split, evaluating, linear
 from unskew.specs import made
-from unskew.statistics import added
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import added
 
 HEADS = {
     "none": ["ncm", "ncm:transform=unit", "fedcof", "fedcof:gamma=0.1", "fedcof:gamma=0.01"],

@@ -3,7 +3,7 @@
     python benchmarks/honest.py --data cifar10 --trained runs/own runs/endings
 
 One run for each method, schedule and alpha; at most --most examples of each site. A line for each: the range of what
-`unskew.doubts` compares, and what would be told or refused. The limits were chosen on digits: this is their test.
+`doubts` compares, and what would be told or refused. The limits were chosen on digits: this is their test.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from unskew.doubts import comparisons, doubts_of
-from unskew.evaluate import batches
 from unskew.experiments import Experiment, load_model
-from unskew.experiments.parts import data_of, federation_of
-from unskew.models import evaluating
-from unskew.scrutiny import summary_of
-from unskew.statistics import FeatureStats
+from unskew.experiments.resolve import data_of, federation_of
+from unskew.models.evaluate import batches
+from unskew.models.networks import evaluating
+from unskew.statistics.doubts import comparisons, doubts_of
+from unskew.statistics.moments import FeatureStats
+from unskew.statistics.scrutiny import summary_of
 
 
 def summaries(told: Experiment, folder: Path, data, most: int, form: str):

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.algorithms import fedavg, fedprox, moon, scaffold
-from unskew.data import Dataset, dataset, gather, normalise
-from unskew.dispatch import train_on_lanes
-from unskew.lanes import Lanes, precise
-from unskew.models import Split, build
-from unskew.partition import Partition, dirichlet, federate, iid
-from unskew.simulate import Training
-from unskew.timetable import Usage
+from unskew.data.datasets import Dataset, dataset, gather, normalise
+from unskew.data.partition import Partition, dirichlet, federate, iid
+from unskew.methods.algorithms import fedavg, fedprox, moon, scaffold
+from unskew.models.networks import Split, build
+from unskew.training.lanes.dispatch import train_on_lanes
+from unskew.training.lanes.lanes import Lanes, precise
+from unskew.training.lanes.timetable import Usage
+from unskew.training.simulate import Training
 
 METHODS = {"fedavg": fedavg, "fedprox": fedprox, "moon": moon, "scaffold": scaffold}
 

@@ -20,11 +20,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from liars import CLASSES, LIES, WIDTH, accuracy, brightness, cut, features, stats_of
-from unskew.doubts import comparisons, doubts_of
-from unskew.robust import robust_sum
-from unskew.scrutiny import summary_of
-from unskew.selection import calibrator_of
-from unskew.statistics import added
+from unskew.calibration.selection import calibrator_of
+from unskew.statistics.doubts import comparisons, doubts_of
+from unskew.statistics.moments import added
+from unskew.statistics.robust import robust_sum
+from unskew.statistics.scrutiny import summary_of
 
 CUTS = {"alike": None, "alpha 0.5": 0.5, "alpha 0.1": 0.1, "alpha 0.05": 0.05}
 

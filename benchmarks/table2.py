@@ -20,8 +20,8 @@ from pathlib import Path
 
 from unskew import Experiment
 from unskew.experiments.runner import run_together
-from unskew.simulate import Diverged
-from unskew.timetable import Usage
+from unskew.training.lanes.timetable import Usage
+from unskew.training.simulate import Diverged
 
 METHODS = ("fedavg", "fedprox", "fedavgm", "moon")
 ALPHAS = (0.5, 0.1, 0.05)

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from unskew.collecting import collect
-from unskew.evaluate import batches, score
+from unskew.calibration.heads import oracle, plain, with_classifier
+from unskew.calibration.selection import calibrators
 from unskew.experiments import Experiment, load_model
-from unskew.experiments.parts import data_of, federation_of
-from unskew.heads import oracle, plain, with_classifier
-from unskew.models import Split, evaluating
-from unskew.selection import calibrators
+from unskew.experiments.resolve import data_of, federation_of
+from unskew.models.evaluate import batches, score
+from unskew.models.networks import Split, evaluating
 from unskew.specs import made
-from unskew.statistics import added
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import added
 
 USUAL = {"clients": 10, "fraction": 1.0, "lr": 0.01, "schedule": "constant"}  # of Table 8
 TUKEY = "transform=relu-tukey:0.5"

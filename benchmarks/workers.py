@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from unskew import Workers, build, fedavg, federate, iid, sequential, train
-from unskew.data import dataset
-from unskew.machine import threads
+from unskew.data.datasets import dataset
+from unskew.system.machine import threads
 
 CLIENTS, WARM, PAIRS = 8, 2, 10
 

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import unskew
-from unskew.cutting import rejoined
+from unskew.models.cutting import rejoined
 
 torch.manual_seed(0)
 

@@ -18,9 +18,9 @@ from unittest import mock
 import numpy as np
 import torch
 
-from unskew.cli import main
+from unskew.cli.main import main
 from unskew.experiments import run as run  # so that a child has it loaded when it starts
-from unskew.results import load_tree, read
+from unskew.files.writing import load_tree, read
 
 SOURCE = Path(__file__).parents[1] / "src"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "250"}
@@ -51,7 +51,7 @@ def unskew(*arguments: Any, plots: bool = False, columns: int | None = None) -> 
     with (
         mock.patch.object(sys, "argv", ["unskew", *map(str, arguments)]),
         mock.patch.dict(os.environ, {"COLUMNS": str(columns)} if columns else {}),
-        contextlib.nullcontext() if plots else mock.patch("unskew.plots.run_plots"),
+        contextlib.nullcontext() if plots else mock.patch("unskew.cli.plots.run_plots"),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

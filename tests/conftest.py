@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from unskew.data import Dataset, dataset
-from unskew.models import Split
-from unskew.partition import Federation
+from unskew.data.datasets import Dataset, dataset
+from unskew.data.partition import Federation
+from unskew.models.networks import Split
 
 torch.set_num_threads(1)  # threads of several test processes would wait for each other
 

@@ -11,8 +11,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from unskew.packing import pack, unpack
-from unskew.statistics import FeatureStats
+from unskew.statistics.moments import FeatureStats
+from unskew.statistics.packing import pack, unpack
 
 CLASSES, WIDTH, TEST = 10, 64, 500
 Site = tuple[torch.Tensor, torch.Tensor]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from unskew.cutting import rejoined, split
-from unskew.models import linear_of
-from unskew.programs import exported
-from unskew.weights import load_weights, save_weights
+from unskew.models.cutting import rejoined, split
+from unskew.models.networks import linear_of
+from unskew.models.programs import exported
+from unskew.models.weights import load_weights, save_weights
 
 
 def goes_round(module: nn.Module, example: Any, layer: str, tmp_path: Path) -> None:

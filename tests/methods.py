@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from conftest import toy_model
-from unskew.algorithms import (
+from unskew.methods.algorithms import (
     alternating,
     clsprox,
     fedadagrad,
@@ -23,10 +23,10 @@ from unskew.algorithms import (
     scaffold,
     server,
 )  # fmt: skip
-from unskew.models import body, head
-from unskew.optim import ServerOptimiser, momentum
+from unskew.methods.optim import ServerOptimiser, momentum
+from unskew.models.networks import body, head
+from unskew.models.variants import spherical
 from unskew.tree import each, prefix, under, zeros
-from unskew.variants import spherical
 
 
 def momentum_of_absolutes(beta=0.5):

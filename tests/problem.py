@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from unskew.data import dataset
-from unskew.models import Split
-from unskew.partition import Federation
+from unskew.data.datasets import dataset
+from unskew.data.partition import Federation
+from unskew.models.networks import Split
 
 SIZES, INPUTS, WIDTH, CLASSES = (6, 12, 60), 2, 3, 3
 NAMES = ("features.weight", "features.bias", "classifier.bias")  # in the order of t

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from unskew import sites
-from unskew.preparation import Preparation
+from unskew.data import sites
+from unskew.data.preparation import Preparation
 
 RANDOM = np.random.default_rng(0)
 CLASSES = ("ant", "bee", "cow", "dog")

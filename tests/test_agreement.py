@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from commands import unskew
 from pictures import MEAN, STD, folder_of, pixels, prepared, write_network
-from unskew.agreement import Known, agreed_labels, agreed_preparation, check_known
+from unskew.conversation.agreement import Known, agreed_labels, agreed_preparation, check_known
+from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError
-from unskew.preparation import Preparation
-from unskew.results import save_sealed
+from unskew.files.writing import save_sealed
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors")
 LABELS = ("--labels", "names.txt")

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from test_statistics import features
-from unskew.answers import Answer, added, answer_text, owners_of, read_answer, read_answers
+from unskew.calibration.selection import chosen, deciding
+from unskew.conversation.answers import Answer, added, answer_text, owners_of, read_answer, read_answers
+from unskew.conversation.heads_file import read_heads, write_heads
 from unskew.errors import DataError
-from unskew.heads_file import read_heads, write_heads
-from unskew.models import Split
-from unskew.selection import chosen, deciding
-from unskew.statistics import FeatureStats
-from unskew.statistics_file import load, save, save_sum, total_of
-from unskew.statistics_header import head_of
+from unskew.models.networks import Split
+from unskew.statistics.file import load, save, save_sum, total_of
+from unskew.statistics.header import head_of
+from unskew.statistics.moments import FeatureStats
 
 ANSWER = Answer("h" * 64, "s" * 64, 32 * "a", False, [3, 0, 5, 2], {"old": [1, 0, 5, 2], "ffc": [3, 0, 4, 0]})
 

@@ -20,17 +20,18 @@ import torch
 from torch import nn
 
 from forged import Call, Storage, archive, entry, legacy, npy, npz_with, peak, rebuilt, tensors
-from unskew import archives, files, images, limits, readers, tabular
-from unskew.collecting import weights_digest
+from unskew.conversation.heads_file import opened, read_heads
+from unskew.data import images, readers, tables as tabular
 from unskew.errors import DataError, UsageError
 from unskew.experiments.folder import load_model
-from unskew.heads_file import opened, read_heads
-from unskew.inputs import parsed
-from unskew.models import Split
-from unskew.results import save_sealed
-from unskew.statistics import FeatureStats
-from unskew.transforms import Transform
-from unskew.weights import read_weights
+from unskew.files import archives, limits, untrusted as files
+from unskew.files.writing import save_sealed
+from unskew.models.inputs import parsed
+from unskew.models.networks import Split
+from unskew.models.transforms import Transform
+from unskew.models.weights import read_weights
+from unskew.statistics.collecting import weights_digest
+from unskew.statistics.moments import FeatureStats
 
 # ---------------------------------------------------------------------------------------------- peak memory
 
@@ -393,7 +394,7 @@ def test_images_are_refused_by_their_pixels_before_they_are_decoded(tmp_path: Pa
 def test_a_line_of_pixels_is_not_scaled_to_an_ocean(tmp_path: Path) -> None:
     from PIL import Image
 
-    from unskew.preparation import Preparation
+    from unskew.data.preparation import Preparation
 
     path = tmp_path / "line.png"
     Image.new("L", (1, 60_000)).save(path)

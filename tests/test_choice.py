@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from conftest import toy_model
-from unskew import choice
-from unskew.algorithms import fedavg
-from unskew.choice import Choice, measured, pick
-from unskew.simulate import Training
+from unskew.methods.algorithms import fedavg
+from unskew.training.engines import choice
+from unskew.training.engines.choice import Choice, measured, pick
+from unskew.training.simulate import Training
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from commands import ENVIRONMENT, blobs, lines, result_of, snapshot, tiny, unskew
-from unskew import Experiment, __version__, cli
+from unskew import Experiment, __version__
+from unskew.cli import main as cli
 from unskew.experiments.folder import stored
-from unskew.results import read
+from unskew.files.writing import read
 
 ROOT = Path(__file__).parents[1]
 
@@ -397,7 +398,7 @@ def test_the_list_of_everything() -> None:
 
 
 def test_every_method_has_one_line_with_its_source_and_its_options() -> None:
-    from unskew.methods import pieces
+    from unskew.methods.names import pieces
 
     lines = unskew("list", "methods").out.splitlines()
     for name, piece in pieces.items():

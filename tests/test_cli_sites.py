@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from commands import ENVIRONMENT, unskew
-from unskew.answers import answer_text, read_answer
-from unskew.cli_options import FORMS, PRECISIONS
-from unskew.collecting import collect
-from unskew.cutting import split
-from unskew.heads import ffc
-from unskew.heads_file import opened
-from unskew.results import save_sealed
-from unskew.statistics import FeatureStats
-from unskew.statistics_header import head_of
+from unskew.calibration.heads import ffc
+from unskew.cli.shared import FORMS, PRECISIONS
+from unskew.conversation.answers import answer_text, read_answer
+from unskew.conversation.heads_file import opened
+from unskew.files.writing import save_sealed
+from unskew.models.cutting import split
+from unskew.statistics.collecting import collect
+from unskew.statistics.header import head_of
+from unskew.statistics.moments import FeatureStats
 
 NET = """
 import torch

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from commands import unskew
 from pictures import KINDS, MEAN, STD, folder_of, pixels, write_network
-from unskew.cli import app
-from unskew.statistics_header import head_of
+from unskew.cli.main import app
+from unskew.statistics.header import head_of
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors")
 PREPARED = (*MEAN, *STD)

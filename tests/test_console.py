@@ -13,8 +13,8 @@ from PIL import Image
 
 from commands import Terminal, blobs, tiny, unskew
 from pictures import MEAN, STD, folder_of, write_network
-from unskew import console
-from unskew.statistics import FeatureStats, Origin
+from unskew.cli import console
+from unskew.statistics.moments import FeatureStats, Origin
 
 WIDTHS = [40, 60, 80, 120]
 

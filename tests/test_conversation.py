@@ -49,7 +49,7 @@ def test_the_conversation_goes_as_it_is_written(work):
 
 
 def test_every_option_in_the_text_is_an_option():
-    from unskew.cli import app
+    from unskew.cli.main import app
 
     known = {name for command in (app, *app.commands.values()) for param in command.params for name in param.opts}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", TEXT)) <= known

@@ -5,14 +5,14 @@ import torch
 
 from conftest import toy_model
 from methods import METHODS, model_for
-from unskew.algorithms import fedadam, fedavg, frozen_head, keep_local, on_sphere, scaffold
-from unskew.costs import recalibration_bytes, statistics_in_papers, traffic
-from unskew.heads import ffc
-from unskew.models import body, build, head
-from unskew.simulate import train
-from unskew.statistics import FeatureStats
-from unskew.sums import plain_sum
-from unskew.variants import spherical
+from unskew.calibration.heads import ffc
+from unskew.methods.algorithms import fedadam, fedavg, frozen_head, keep_local, on_sphere, scaffold
+from unskew.models.networks import body, build, head
+from unskew.models.variants import spherical
+from unskew.statistics.moments import FeatureStats
+from unskew.training.costs import recalibration_bytes, statistics_in_papers, traffic
+from unskew.training.simulate import train
+from unskew.training.sums import plain_sum
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
-from unskew.cutting import rejoined, split
 from unskew.errors import UsageError
-from unskew.models import Split, build, linear_of, networks, small_cnn
-from unskew.transforms import Transform
+from unskew.models.cutting import rejoined, split
+from unskew.models.networks import Split, build, linear_of, networks, small_cnn
+from unskew.models.transforms import Transform
 
 
 def count(module: nn.Module) -> int:

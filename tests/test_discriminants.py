@@ -10,11 +10,11 @@ from torch import nn
 
 from test_statistics import features, total
 from twins import fedcof_head, lda_with_ridge
-from unskew.discriminants import fedcof, gnb, lda, ncm
+from unskew.calibration.discriminants import fedcof, gnb, lda, ncm
+from unskew.calibration.ridge import strength
 from unskew.errors import UsageError
-from unskew.models import linear
-from unskew.ridge import strength
-from unskew.statistics import FeatureStats, added
+from unskew.models.networks import linear
+from unskew.statistics.moments import FeatureStats, added
 
 
 def data(n=240, d=6, classes=4, seed=3):

@@ -14,19 +14,19 @@ from torch import nn
 from conftest import toy_data, toy_model
 from methods import METHODS, PRODUCT, model_for
 from test_equivalence import gap
-from unskew.algorithms import fedavg, fedavgm, feddyn, fednova, fedprox, keep_local, moon, scaffold
-from unskew.data import dataset
-from unskew.dispatch import check_shareable, program, train_on_lanes
-from unskew.engine import sequential
+from unskew.calibration.heads import ffc
+from unskew.data.datasets import dataset
+from unskew.data.partition import Federation
 from unskew.errors import UsageError
-from unskew.heads import ffc
-from unskew.kernels import FusedConv, fused
-from unskew.lanes import Lanes
-from unskew.models import Split, body, build
-from unskew.optim import cosine
-from unskew.partition import Federation
-from unskew.simulate import Diverged, Round, Training, train
-from unskew.timetable import Usage
+from unskew.methods.algorithms import fedavg, fedavgm, feddyn, fednova, fedprox, keep_local, moon, scaffold
+from unskew.methods.optim import cosine
+from unskew.models.networks import Split, body, build
+from unskew.training.engine import sequential
+from unskew.training.lanes.dispatch import check_shareable, program, train_on_lanes
+from unskew.training.lanes.kernels import FusedConv, fused
+from unskew.training.lanes.lanes import Lanes
+from unskew.training.lanes.timetable import Usage
+from unskew.training.simulate import Diverged, Round, Training, train
 
 
 def pair(name, federation, norm, lanes, **options):

@@ -27,19 +27,19 @@ from liars import (
     stats_of,
     swapped,
 )
-from unskew.collecting import weights_digest
-from unskew.cutting import split
-from unskew.doubts import check_plausible, check_sum, comparisons, doubts_about, doubts_of
+from unskew.calibration.influence import influences
+from unskew.calibration.selection import calibrator_of
+from unskew.conversation.inspection import influence_of
 from unskew.errors import DataError
-from unskew.influence import influences
-from unskew.inspection import influence_of
-from unskew.origin import Origin
-from unskew.packing import pack
-from unskew.robust import robust_sum, trimmed_mean
-from unskew.scrutiny import summary_of
-from unskew.selection import calibrator_of
-from unskew.statistics import FORMS, FeatureStats, added
-from unskew.statistics_file import save, total_of
+from unskew.models.cutting import split
+from unskew.statistics.collecting import weights_digest
+from unskew.statistics.doubts import check_plausible, check_sum, comparisons, doubts_about, doubts_of
+from unskew.statistics.file import save, total_of
+from unskew.statistics.moments import FORMS, FeatureStats, added
+from unskew.statistics.origin import Origin
+from unskew.statistics.packing import pack
+from unskew.statistics.robust import robust_sum, trimmed_mean
+from unskew.statistics.scrutiny import summary_of
 
 TRANSFORMS = ["identity", "unit", "relu", "relu-tukey:0.5", "squares", "fourier:100:7:0.3", "unit+squares"]
 SUBTLE = {  # that are told at best, or seen in some forms alone: docs/trust.md

@@ -1,4 +1,4 @@
-"""`unskew.download` against a real server on this machine: whole, cut, resumed, refused and damaged transfers."""
+"""`unskew.files.download` against a real server on this machine: whole, cut, resumed, refused and damaged transfers."""
 
 import hashlib
 import logging
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unskew import download
 from unskew.errors import DataError, UsageError
+from unskew.files import download
 
 CONTENT = bytes(range(256)) * 20
 MD5 = "md5:" + hashlib.md5(CONTENT).hexdigest()

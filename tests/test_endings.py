@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import unskew
-from unskew.cutting import rejoined, split
-from unskew.endings import output_at, outputs
 from unskew.errors import UsageError
-from unskew.features import ended
-from unskew.models import Split, linear, linear_of
-from unskew.programs import exported
-from unskew.transforms import Transform
+from unskew.models.cutting import rejoined, split
+from unskew.models.endings import output_at, outputs
+from unskew.models.features import ended
+from unskew.models.networks import Split, linear, linear_of
+from unskew.models.programs import exported
+from unskew.models.transforms import Transform
 
 VECTORS = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))

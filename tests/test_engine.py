@@ -11,15 +11,15 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from conftest import toy_data, toy_model
-from unskew.algorithms import alternating, fedavg, fedopt, moon, proximal, scaffold, server
-from unskew.engine import Cohort, batched, enter, installed, network, plan, sequential
+from unskew.data.partition import Federation
 from unskew.errors import UsageError
-from unskew.evaluate import batches
-from unskew.models import Split, body
-from unskew.optim import SGD, momentum
-from unskew.partition import Federation
-from unskew.simulate import cohort_of, train
-from unskew.sums import plain_sum
+from unskew.methods.algorithms import alternating, fedavg, fedopt, moon, proximal, scaffold, server
+from unskew.methods.optim import SGD, momentum
+from unskew.models.evaluate import batches
+from unskew.models.networks import Split, body
+from unskew.training.engine import Cohort, batched, enter, installed, network, plan, sequential
+from unskew.training.simulate import cohort_of, train
+from unskew.training.sums import plain_sum
 
 
 @settings(deadline=None, max_examples=80)
@@ -261,7 +261,7 @@ def test_large_tensors_get_the_pages_of_those_before_them():
     """Counted in a process of its own, since it can't be undone."""
     program = """
 import resource, torch
-from unskew.machine import keep_pages
+from unskew.system.machine import keep_pages
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):

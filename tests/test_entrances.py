@@ -13,16 +13,16 @@ from torch import nn
 
 from commands import ENVIRONMENT
 from conftest import toy_data, toy_model
-from unskew.algorithms import fedavg
-from unskew.collecting import collect
-from unskew.cutting import split
-from unskew.engine import batched, sequential
+from unskew.calibration.heads import calibrate, ccvr, ffc
 from unskew.errors import UsageError
-from unskew.evaluate import batches
 from unskew.experiments import Experiment, run
-from unskew.heads import calibrate, ccvr, ffc
-from unskew.optim import cosine
-from unskew.simulate import train
+from unskew.methods.algorithms import fedavg
+from unskew.methods.optim import cosine
+from unskew.models.cutting import split
+from unskew.models.evaluate import batches
+from unskew.statistics.collecting import collect
+from unskew.training.engine import batched, sequential
+from unskew.training.simulate import train
 
 PLAIN = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
 

@@ -23,7 +23,7 @@ SITE = ["--model", "net.py:build", "--weights", "global.safetensors", "--data"]
 def commanded(folder, seed, *commands):
     """Give commands in one process of their own, with this seed of hashes."""
     code = (
-        "import json, sys\nimport torch\nfrom unskew.cli import main\n"
+        "import json, sys\nimport torch\nfrom unskew.cli.main import main\n"
         "torch.set_num_threads(1)\n"
         "for words in json.loads(sys.argv[1]):\n"
         "    sys.argv = ['unskew', *words]\n"

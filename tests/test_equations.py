@@ -8,14 +8,25 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from unskew.algorithms import fedadagrad, fedadam, fedavg, fedavgm, feddyn, fednova, fedprox, fedyogi, moon, scaffold
-from unskew.data import dataset
-from unskew.engine import batched, sequential
-from unskew.methods import method
-from unskew.models import Split
-from unskew.optim import effective
-from unskew.partition import Federation
-from unskew.simulate import train
+from unskew.data.datasets import dataset
+from unskew.data.partition import Federation
+from unskew.methods.algorithms import (
+    fedadagrad,
+    fedadam,
+    fedavg,
+    fedavgm,
+    feddyn,
+    fednova,
+    fedprox,
+    fedyogi,
+    moon,
+    scaffold,
+)
+from unskew.methods.names import method
+from unskew.methods.optim import effective
+from unskew.models.networks import Split
+from unskew.training.engine import batched, sequential
+from unskew.training.simulate import train
 
 # A linear network on four-dimensional inputs with a squared loss is a quadratic in its weights.
 SIZES, CLASSES, LR, MOMENTUM, DECAY = (6, 4), 3, 0.1, 0.5, 0.01
@@ -177,7 +188,7 @@ def test_fednova(federation, engine, mu, rho):
 
 def _only(client):
     """A sum that hears one client alone."""
-    from unskew.sums import plain_sum
+    from unskew.training.sums import plain_sum
     from unskew.tree import scale
 
     plain = plain_sum()

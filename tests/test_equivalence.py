@@ -7,8 +7,8 @@ import torch
 
 from conftest import toy_model
 from methods import METHODS, PRODUCT, model_for
-from unskew.engine import batched, sequential
-from unskew.simulate import train
+from unskew.training.engine import batched, sequential
+from unskew.training.simulate import train
 
 
 def rounds(name, federation, norm, engine, **options):

@@ -11,8 +11,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import MinMaxScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from unskew.estimator import CalibratedHead
-from unskew.statistics import FeatureStats
+from unskew.calibration.estimator import CalibratedHead
+from unskew.statistics.moments import FeatureStats
 
 
 @parametrize_with_checks([CalibratedHead()])

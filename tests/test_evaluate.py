@@ -8,8 +8,8 @@ from torch import nn
 
 from conftest import toy_data, toy_model
 from unskew.errors import UsageError
-from unskew.evaluate import Scores, batches, score
-from unskew.transforms import Transform
+from unskew.models.evaluate import Scores, batches, score
+from unskew.models.transforms import Transform
 
 
 def test_scores_of_parts_add_up_to_the_score_of_all():

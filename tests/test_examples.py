@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from commands import ENVIRONMENT
-from unskew.statistics_file import total_of
+from unskew.statistics.file import total_of
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

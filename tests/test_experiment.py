@@ -6,7 +6,7 @@ import pytest
 
 from unskew import DataError, Experiment, UsageError
 from unskew.experiments.experiment import read_toml, types_of_fields
-from unskew.experiments.parts import calibrators_of
+from unskew.experiments.resolve import calibrators_of
 
 
 def test_every_field_has_a_sentence_and_a_plain_type() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from commands import blobs, tiny, unskew
-from unskew import failures
-from unskew.inspection import inspected
-from unskew.statistics import FeatureStats
+from unskew.cli import failures
+from unskew.conversation.inspection import inspected
+from unskew.statistics.moments import FeatureStats
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def inspecting(monkeypatch):
     """`unskew inspect a.stats` where looking at the file raises an error."""
 
     def inspect(error, *options):
-        monkeypatch.setattr("unskew.inspection._file", raising(error))
+        monkeypatch.setattr("unskew.conversation.inspection._file", raising(error))
         return unskew("inspect", "a.stats", *options)
 
     return inspect
@@ -114,7 +114,7 @@ def test_wrong_use_stays_wrong_use(here):
 
 
 def test_in_python_exceptions_stay_as_they_are(here, monkeypatch):
-    monkeypatch.setattr("unskew.inspection._file", raising(KeyError("x")))
+    monkeypatch.setattr("unskew.conversation.inspection._file", raising(KeyError("x")))
     with pytest.raises(KeyError):
         inspected([here / "a.stats"])
 

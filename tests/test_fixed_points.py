@@ -11,7 +11,7 @@ from torch import nn
 import problem
 from methods import METHODS, POLICIES, momentum_of_absolutes
 from problem import SHARES, Local, Rule, examples, slope
-from unskew.algorithms import (
+from unskew.methods.algorithms import (
     alternating,
     clsprox,
     fedadagrad,
@@ -30,12 +30,12 @@ from unskew.algorithms import (
     scaffold,
     server,
 )  # fmt: skip
-from unskew.engine import sequential
-from unskew.methods import method, pieces
-from unskew.models import Split, head
-from unskew.optim import momentum
-from unskew.simulate import train
-from unskew.variants import spherical, unit_features
+from unskew.methods.names import method, pieces
+from unskew.methods.optim import momentum
+from unskew.models.networks import Split, head
+from unskew.models.variants import spherical, unit_features
+from unskew.training.engine import sequential
+from unskew.training.simulate import train
 
 DECAY, STEPS = 1.0, (5, 2, 3)
 PLAIN, HEAVY = Local(0.3, 0.0, STEPS), Local(0.1, 0.9, STEPS)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from libraries import goes_round
-from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
-from unskew.foreign import kinds, load_module
-from unskew.models import Split, linear_of, small_cnn
-from unskew.placeholders import in_place_of
-from unskew.programs import exported
-from unskew.results import load_tree, save_tree
-from unskew.transforms import Transform
-from unskew.weights import load_weights, save_weights
+from unskew.files.writing import load_tree, save_tree
+from unskew.models.cutting import rejoined, split
+from unskew.models.foreign import kinds, load_module
+from unskew.models.networks import Split, linear_of, small_cnn
+from unskew.models.placeholders import in_place_of
+from unskew.models.programs import exported
+from unskew.models.transforms import Transform
+from unskew.models.weights import load_weights, save_weights
 
 SOURCE = Path(__file__).parents[1] / "src"
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -140,7 +140,7 @@ def test_a_torchvision_that_does_not_import_is_named(library: str, tmp_path: Pat
     if library != "torchvision" and importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: see `make test-models`")
     name = {"torchvision": "resnet18", "timm": "resnet18", "transformers": "mobilenet_v2"}[library]
-    code = f"from unskew.foreign import load_module; print(type(load_module('{library}:{name}', 5)).__name__)"
+    code = f"from unskew.models.foreign import load_module; print(type(load_module('{library}:{name}', 5)).__name__)"
     paths = os.pathsep.join([str(tmp_path), str(SOURCE)])
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}

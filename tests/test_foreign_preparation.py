@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from libraries import zoo
+from unskew.data.preparation import Preparation
+from unskew.data.sites import site_data
 from unskew.errors import DataError, UsageError
-from unskew.foreign_preparation import own_preparation
-from unskew.preparation import Preparation
-from unskew.sites import site_data
+from unskew.models.foreign_preparation import own_preparation
 
 RANDOM = np.random.default_rng(0)
 SIZES = ((301, 200), (200, 301), (47, 33), (100, 21))

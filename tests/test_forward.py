@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from commands import unskew
-from unskew.agreement import apart
-from unskew.collecting import collect, digests_before, weights_digest
-from unskew.cutting import split
-from unskew.inputs import check_size
-from unskew.models import networks
-from unskew.programs import exported
-from unskew.statistics import FeatureStats
+from unskew.conversation.agreement import apart
+from unskew.models.cutting import split
+from unskew.models.inputs import check_size
+from unskew.models.networks import networks
+from unskew.models.programs import exported
+from unskew.statistics.collecting import collect, digests_before, weights_digest
+from unskew.statistics.moments import FeatureStats
 
 NET = """
 from pathlib import Path

@@ -11,8 +11,8 @@ import torch
 
 from conftest import toy_data, toy_model
 from methods import PRODUCT
-from unskew.partition import Federation
-from unskew.simulate import train
+from unskew.data.partition import Federation
+from unskew.training.simulate import train
 
 FILE = Path(__file__).parent / "golden" / "rounds.json"
 

@@ -11,15 +11,27 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from conftest import toy_data, toy_model
 from test_statistics import features, total
-from unskew.collecting import collect
+from unskew.calibration.heads import (
+    HIGHEST,
+    RAISE,
+    SHIFTED,
+    calibrate,
+    ccvr,
+    decays,
+    ffc,
+    oracle,
+    retrain,
+    root,
+    virtual_features,
+)
 from unskew.errors import UsageError
-from unskew.evaluate import batches
-from unskew.heads import HIGHEST, RAISE, SHIFTED, calibrate, ccvr, decays, ffc, oracle, retrain, root, virtual_features
-from unskew.models import Split
-from unskew.optim import SGD
+from unskew.methods.optim import SGD
+from unskew.models.evaluate import batches
+from unskew.models.networks import Split
+from unskew.models.variants import clsnorm, spherical
 from unskew.seeds import generator
-from unskew.statistics import FeatureStats, added
-from unskew.variants import clsnorm, spherical
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FeatureStats, added
 
 
 def head(d=6, classes=4, bias=True, dtype=torch.float64):
@@ -335,7 +347,9 @@ def test_ccvr_is_algorithm_1_then_retraining_from_the_old_head():
 def test_ccvr_by_proportion_draws_in_the_proportions_of_the_data(monkeypatch):
     seen = []
     real = virtual_features
-    monkeypatch.setattr("unskew.heads.virtual_features", lambda s, n, *rest: seen.append(n) or real(s, n, *rest))
+    monkeypatch.setattr(
+        "unskew.calibration.heads.virtual_features", lambda s, n, *rest: seen.append(n) or real(s, n, *rest)
+    )
     y = torch.repeat_interleave(torch.arange(4), torch.tensor([60, 30, 10, 0]))
     z, _ = features(100)
     stats = FeatureStats.of(z, y, 4)

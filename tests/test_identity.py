@@ -27,14 +27,14 @@ from safetensors import safe_open
 from commands import ENVIRONMENT, unskew
 from pictures import MEAN, STD, folder_of, write_network
 from test_statistics import features
-from unskew import signing
+from unskew.conversation.inspection import inspected
 from unskew.errors import DataError, UsageError
-from unskew.fingerprints import part_of, same_data
-from unskew.inspection import inspected
-from unskew.origin import Origin
-from unskew.statistics import FORMS, REDUCES, FeatureStats
-from unskew.statistics_file import load, save, save_sum, total_of
-from unskew.statistics_header import PRECISIONS, head_of
+from unskew.files import signing
+from unskew.statistics.file import load, save, save_sum, total_of
+from unskew.statistics.fingerprints import part_of, same_data
+from unskew.statistics.header import PRECISIONS, head_of
+from unskew.statistics.moments import FORMS, REDUCES, FeatureStats
+from unskew.statistics.origin import Origin
 
 NONCE = 32 * "a"
 
@@ -157,7 +157,7 @@ def test_a_signature_is_what_the_docs_say(tmp_path, stats):
 
 
 def test_a_signed_file_is_read_added_and_measured_like_any_other(tmp_path, stats):
-    from unskew.statistics_file import size_of
+    from unskew.statistics.file import size_of
 
     (key,) = keys(tmp_path, "site_a")
     path = signed_file(tmp_path / "x.stats", stats, key)
@@ -172,7 +172,7 @@ def test_a_signed_file_is_read_added_and_measured_like_any_other(tmp_path, stats
 
 def with_metadata(path, target, **changes):
     """A file with other metadata, under a digest that fits again: what somebody without a key can do."""
-    from unskew.streams import Reader, write
+    from unskew.files.streams import Reader, write
 
     with Reader(path) as file:
         metadata, kinds, signature = file.metadata, file.kinds, file.signature
@@ -307,7 +307,7 @@ def test_no_edge_of_a_rounding_hides_a_copy(tmp_path, precision, shift):
 
 def test_the_slack_is_a_bound_for_rounded_means():
     """Rounded as badly as float32 can, all in the direction of a mark."""
-    from unskew.fingerprints import _directions
+    from unskew.statistics.fingerprints import _directions
 
     draw = torch.Generator().manual_seed(0)
     for scale in (1e-3, 1.0, 1e4):

@@ -9,9 +9,9 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image, ImageFile, ImageOps
 
 from libraries import zoo
-from unskew import images
+from unskew.data import images
+from unskew.data.preparation import INTERPOLATIONS, Preparation
 from unskew.errors import DataError
-from unskew.preparation import INTERPOLATIONS, Preparation
 
 RANDOM = np.random.default_rng(0)
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from unskew.bounds import bounds_of
-from unskew.inequalities import (
+from unskew.models.transforms import Transform
+from unskew.statistics.bounds import bounds_of
+from unskew.statistics.inequalities import (
     bounds_breach,
     error_of,
     rank_breach,
@@ -16,8 +17,7 @@ from unskew.inequalities import (
     skewness_breach,
     zero_breach,
 )
-from unskew.packing import pack
-from unskew.transforms import Transform
+from unskew.statistics.packing import pack
 
 TRANSFORMS = [
     "identity", "unit", "relu", "relu-tukey:0.5", "relu-tukey:2", "squares", "fourier:12:3", "unit+squares",

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from unskew.errors import DataError
-from unskew.inputs import described, joined, parsed, stand_in, varies
-from unskew.origin import Origin
+from unskew.models.inputs import described, joined, parsed, stand_in, varies
+from unskew.statistics.origin import Origin
 
 WORDS = torch.ones(4, 16, dtype=torch.int64)
 IMAGES = torch.ones(4, 3, 8, 8)

@@ -7,7 +7,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from unskew.kernels import (
+from unskew.models.networks import build
+from unskew.training.lanes.kernels import (
     MOST_CHANNELS,
     Blocks,
     FusedConv,
@@ -20,7 +21,6 @@ from unskew.kernels import (
     spread,
     transposed_of,
 )
-from unskew.models import build
 
 
 def loss(net):

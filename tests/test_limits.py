@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from forged import SOURCE, entry, tensors
-from unskew import files, images, limits, readers, tabular
-from unskew.choice import _read
+from unskew.conversation.tasks import load
+from unskew.data import images, readers, tables as tabular
 from unskew.errors import DataError, UsageError
-from unskew.results import load_tree, metadata_of
-from unskew.statistics_header import head_of
-from unskew.tasks import load
-from unskew.weights import read_weights
+from unskew.files import limits, untrusted as files
+from unskew.files.writing import load_tree, metadata_of
+from unskew.models.weights import read_weights
+from unskew.statistics.header import head_of
+from unskew.training.engines.choice import _read
 
 DOCS = SOURCE.parents[1] / "docs"
 

@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 
 from commands import ENVIRONMENT, blobs, child_of, result_of, tiny, unskew
-from unskew import Experiment, UsageError, download, locks, run
-from unskew.choice import _remembered
+from unskew import Experiment, UsageError, run
 from unskew.experiments.tables import Table, filled
-from unskew.locks import file_locked, folder_locked
-from unskew.simulate import Training
+from unskew.files import download, locks
+from unskew.files.locks import file_locked, folder_locked
+from unskew.training.engines.choice import _remembered
+from unskew.training.simulate import Training
 
 LIMIT = 60
-HOLD = "import sys, time\nfrom pathlib import Path\nfrom unskew.locks import folder_locked\n" \
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom unskew.files.locks import folder_locked\n" \
     "with folder_locked(Path(sys.argv[1]), 'wait'):\n    print('held', flush=True)\n    time.sleep(60)\n"  # fmt: skip
 
 

@@ -14,12 +14,12 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from torch import nn
-from unskew.heads import calibrate, ccvr, ffc
-from unskew.discriminants import lda
-from unskew.models import Split
-from unskew.collecting import collect
-from unskew.statistics import FeatureStats
-from unskew.statistics_file import total_of
+from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.calibration.discriminants import lda
+from unskew.models.networks import Split
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FeatureStats
+from unskew.statistics.file import total_of
 
 torch.set_num_threads(2)
 

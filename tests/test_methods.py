@@ -13,7 +13,9 @@ from torch import nn
 
 from conftest import toy_model
 from test_equivalence import gap
-from unskew.algorithms import (
+from unskew.errors import UsageError
+from unskew.methods.algorithm import Population
+from unskew.methods.algorithms import (
     fedavg,
     feddyn,
     fednova,
@@ -25,14 +27,12 @@ from unskew.algorithms import (
     scaffold,
     server,
 )  # fmt: skip
-from unskew.engine import batched, sequential
-from unskew.errors import UsageError
-from unskew.exchange import Population
-from unskew.methods import Method, method, parts_of, pieces, skeleton
-from unskew.models import Split, build, head
-from unskew.optim import momentum
-from unskew.simulate import train
-from unskew.variants import clsnorm, projection, spherical
+from unskew.methods.names import Method, method, parts_of, pieces, skeleton
+from unskew.methods.optim import momentum
+from unskew.models.networks import Split, build, head
+from unskew.models.variants import clsnorm, projection, spherical
+from unskew.training.engine import batched, sequential
+from unskew.training.simulate import train
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "your_own_algorithm.py"
 
@@ -175,7 +175,7 @@ def test_moon_asks_for_a_projection_head(ragged):
     for name, network in (("cnn", True), ("small-cnn", True), ("resnet18", False), ("mobilenetv2", False)):
         model = build(name, 10, 3, 32)
         x = torch.zeros(2, 3, 32, 32)
-        from unskew.algorithms import Output
+        from unskew.methods.algorithms import Output
 
         output = Output(model.features(x), model(x))
         if network:
@@ -186,8 +186,8 @@ def test_moon_asks_for_a_projection_head(ragged):
 
 
 def test_a_method_that_shares_nothing_is_refused(ragged):
-    from unskew.algorithms import keep_local
-    from unskew.models import body
+    from unskew.methods.algorithms import keep_local
+    from unskew.models.networks import body
 
     with pytest.raises(UsageError, match="shares no tensor that learns"):
         last(frozen_head(keep_local(fedavg(), body)), toy_model("none"), ragged)

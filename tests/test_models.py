@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from unskew.errors import UsageError
-from unskew.models import (
+from unskew.models.networks import (
     Split,
     body,
     build,

@@ -13,12 +13,13 @@ from torch import nn
 
 from commands import blobs, tiny, unskew
 from site_files import photos
-from unskew import FeatureStats, load, readers
+from unskew import FeatureStats, load
+from unskew.conversation.heads_file import known_of_model
+from unskew.data import readers
 from unskew.errors import MESSAGE, DataError, UsageError, lookup
 from unskew.experiments.histories import history_of
-from unskew.heads_file import known_of_model
-from unskew.origin import Origin
-from unskew.results import save_sealed
+from unskew.files.writing import save_sealed
+from unskew.statistics.origin import Origin
 
 
 def refused(path, *words, reader=load):

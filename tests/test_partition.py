@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from conftest import toy_data
+from unskew.data.partition import classes, dirichlet, federate, iid, partitions, quantity, shards, table
 from unskew.errors import UsageError
-from unskew.partition import classes, dirichlet, federate, iid, partitions, quantity, shards, table
 from unskew.seeds import rng
 
 

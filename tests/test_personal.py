@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 from conftest import toy_data, toy_model
-from unskew.algorithms import fedavg, fedbabu, fedrep, lg_fedavg, mse, on_sphere
-from unskew.collecting import collect
-from unskew.engine import installed, plan
+from unskew.calibration.heads import ffc as global_ffc
+from unskew.data.partition import dirichlet, federate, iid
 from unskew.errors import UsageError
-from unskew.evaluate import batches, score
-from unskew.heads import ffc as global_ffc
-from unskew.methods import method
-from unskew.models import body
-from unskew.partition import dirichlet, federate, iid
-from unskew.personal import Personal, everything, ffc, head, own, personal_models, score_personal, ways
-from unskew.simulate import Diverged, train
-from unskew.variants import clsnorm, spherical
+from unskew.methods.algorithms import fedavg, fedbabu, fedrep, lg_fedavg, mse, on_sphere
+from unskew.methods.names import method
+from unskew.models.evaluate import batches, score
+from unskew.models.networks import body
+from unskew.models.variants import clsnorm, spherical
+from unskew.statistics.collecting import collect
+from unskew.training.engine import installed, plan
+from unskew.training.personal import Personal, everything, ffc, head, own, personal_models, score_personal, ways
+from unskew.training.simulate import Diverged, train
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_a_normalised_head_is_not_fine_tuned_alone(federation):
 
 
 def test_mean_and_deviation_are_over_clients_each_counting_the_same():
-    from unskew.evaluate import Scores
+    from unskew.models.evaluate import Scores
 
     parts = [torch.tensor([[9, 1], [0, 0]]), torch.tensor([[1, 0], [1, 0]]), torch.zeros(2, 2, dtype=torch.int64)]
     result = Personal(tuple(map(Scores, parts)))

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import unskew
-from unskew import plausibility
-from unskew.collecting import collect
-from unskew.evaluate import batches, score
-from unskew.plausibility import Tally, Watch, judged, tallied, told
+from unskew.conversation import plausibility
+from unskew.conversation.plausibility import Tally, Watch, judged, tallied, told
+from unskew.models.evaluate import batches, score
+from unskew.statistics.collecting import collect
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from unskew.cli.plots import history, label_distribution, per_class, run_plots
 from unskew.errors import UsageError
-from unskew.plots import history, label_distribution, per_class, run_plots
 
 NAMES = ("none", "ccvr", "ffc", "ccvr:samples=500:transform=relu-tukey:0.5:when=after:epochs=4", "oracle")
 

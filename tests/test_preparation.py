@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from unskew.data import normalise
+from unskew.data.datasets import normalise
+from unskew.data.preparation import INTERPOLATIONS, MOST, OFFSETS, Preparation, as_module
 from unskew.errors import DataError, UsageError
-from unskew.preparation import INTERPOLATIONS, MOST, OFFSETS, Preparation, as_module
 
 SIDES = st.integers(1, MOST)
 DIGESTS = st.text("0123456789abcdef", min_size=16, max_size=16)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from unskew import images, readers
+from unskew.data import images, readers
 from unskew.errors import DataError
 
 RANDOM = np.random.default_rng(0)

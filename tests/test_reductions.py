@@ -12,7 +12,10 @@ from sklearn.linear_model import Ridge
 from conftest import toy_data, toy_model
 from methods import METHODS, PAPERS, POLICIES, PRODUCT, model_for
 from test_equivalence import everything, gap
-from unskew.algorithms import (
+from unskew.calibration.heads import calibrate, ffc
+from unskew.data.partition import Federation
+from unskew.methods.algorithm import always
+from unskew.methods.algorithms import (
     alternating,
     fedavg,
     feddyn,
@@ -25,16 +28,13 @@ from unskew.algorithms import (
     scaffold,
     server,
 )  # fmt: skip
-from unskew.collecting import collect
-from unskew.engine import batched, plan, sequential
-from unskew.evaluate import batches
-from unskew.exchange import always
-from unskew.heads import calibrate, ffc
-from unskew.models import body, head
-from unskew.optim import momentum
-from unskew.partition import Federation
-from unskew.simulate import train
-from unskew.statistics import FeatureStats
+from unskew.methods.optim import momentum
+from unskew.models.evaluate import batches
+from unskew.models.networks import body, head
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FeatureStats
+from unskew.training.engine import batched, plan, sequential
+from unskew.training.simulate import train
 
 
 def last(algorithm, federation, norm="batch", model=None, **options):

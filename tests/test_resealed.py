@@ -14,8 +14,8 @@ import torch
 
 from commands import blobs
 from unskew import DataError, Experiment, load_model, run
-from unskew.results import load_sealed, save_sealed
-from unskew.simulate import Diverged
+from unskew.files.writing import load_sealed, save_sealed
+from unskew.training.simulate import Diverged
 
 Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unskew.errors import DataError
-from unskew.results import (
+from unskew.files.writing import (
     appended,
     digest,
     load_sealed,

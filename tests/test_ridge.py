@@ -11,13 +11,13 @@ from torch import nn
 
 from test_statistics import features
 from twins import gcv_choose, leave_one_out_choose
-from unskew.collecting import collect
-from unskew.heads import calibrate
-from unskew.models import Split
-from unskew.origin import Origin
-from unskew.packing import pack
-from unskew.ridge import GRID, equations, solve, squared_error, strength
-from unskew.statistics import FeatureStats, added
+from unskew.calibration.heads import calibrate
+from unskew.calibration.ridge import GRID, equations, solve, squared_error, strength
+from unskew.models.networks import Split
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FeatureStats, added
+from unskew.statistics.origin import Origin
+from unskew.statistics.packing import pack
 
 
 def onehot(y, classes):

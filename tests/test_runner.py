@@ -20,7 +20,7 @@ from commands import ENVIRONMENT, blobs, child_of, result_of, snapshot, subproce
 from unskew import Experiment, UnskewError, UsageError, batches, load, load_model, run, score
 from unskew.errors import DataError
 from unskew.experiments.folder import load_round, save_round, stored
-from unskew.results import read
+from unskew.files.writing import read
 
 LIMIT = 60  # seconds that anything here may take before it counts as hanging
 
@@ -93,8 +93,8 @@ def test_evaluation_is_left_out_between_and_never_at_the_end(data, tmp_path) -> 
 
 
 def test_a_checkpoint_keeps_a_round_whole(data, tmp_path) -> None:
-    from unskew.exchange import Client
-    from unskew.simulate import Round
+    from unskew.methods.algorithm import Client
+    from unskew.training.simulate import Round
 
     def tree(name: str) -> dict[str, torch.Tensor]:
         return {name: torch.randn(2, 3)}
@@ -574,7 +574,7 @@ def test_a_personal_run_that_stops_goes_on_bit_for_bit(data, tmp_path) -> None:
 
 
 def test_a_global_model_is_calibrated_in_a_personal_run_when_asked(data, tmp_path, monkeypatch) -> None:
-    from unskew.experiments import parts
+    from unskew.experiments import resolve as parts
 
     seen = []
     monkeypatch.setattr(
@@ -597,7 +597,7 @@ def test_what_an_experiment_says_reaches_its_run(data, tmp_path, monkeypatch) ->
             0
         ]
 
-    from unskew import personal as made
+    from unskew.training import personal as made
 
     given = []
     real = made.head
@@ -614,7 +614,7 @@ def test_what_an_experiment_says_reaches_its_run(data, tmp_path, monkeypatch) ->
 
 
 def test_the_seed_reaches_the_variant(data) -> None:
-    from unskew.experiments.parts import data_of, method_of, settled
+    from unskew.experiments.resolve import data_of, method_of, settled
 
     weights = []
     for seed in (1, 2):
@@ -644,7 +644,7 @@ def test_clients_that_keep_parts_have_files_of_their_own(data, tmp_path, method)
     records = list(run(experiment, tmp_path / "run"))
     assert not (tmp_path / "run" / "model.safetensors").exists()
     scores = []
-    from unskew.experiments.parts import data_of, federation_of
+    from unskew.experiments.resolve import data_of, federation_of
 
     federation = federation_of(experiment, data_of(experiment))
     for id, rows in enumerate(federation.tests):
@@ -727,13 +727,15 @@ def test_a_run_says_how_fast_it_was_and_how_busy_its_lanes_were(data, tmp_path) 
 
 
 def test_an_engine_that_is_picked_is_said_and_kept(data, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("unskew.choice.WORTH", 1)
-    monkeypatch.setattr("unskew.choice._remembered", lambda *_: {"sequential": 1.0, "batched": 2.0, "workers": 3.0})
+    monkeypatch.setattr("unskew.training.engines.choice.WORTH", 1)
+    monkeypatch.setattr(
+        "unskew.training.engines.choice._remembered", lambda *_: {"sequential": 1.0, "batched": 2.0, "workers": 3.0}
+    )
     answer = unskew("run", *tiny(data, engine="auto"), "--out", tmp_path / "run")
     assert answer.code == 0, answer.err
     assert "engine: workers (client-steps/s: sequential 1, batched 2, workers 3)" in answer.err
     assert stored(tmp_path / "run").engine == "workers"
-    monkeypatch.setattr("unskew.choice._remembered", lambda *_: {"sequential": 9.0, "batched": 2.0})
+    monkeypatch.setattr("unskew.training.engines.choice._remembered", lambda *_: {"sequential": 9.0, "batched": 2.0})
     assert unskew("run", "--resume", "--out", tmp_path / "run").code == 0
 
 

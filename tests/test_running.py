@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import unskew
 from commands import unskew as command
 from unskew.errors import UsageError
-from unskew.models import Split
-from unskew.running import APART, Runner, applied, in_type_of, type_of
+from unskew.models.networks import Split
+from unskew.models.running import APART, Runner, applied, in_type_of, type_of
 
 DRAW = torch.Generator().manual_seed(0)
 LIGHT = torch.linspace(-2, 2, 8)[:, None, None, None]

@@ -20,10 +20,11 @@ from commands import _forked, _in_child, blobs, tiny, unskew
 from conftest import toy_model
 from killing import descendants, finished, killed, run_of, runs, table_of
 from pictures import MEAN, STD, folder_of, write_network
-from unskew import Experiment, Workers, fedavg, limits, train
-from unskew.children import Child, Vigil
+from unskew import Experiment, Workers, fedavg, train
 from unskew.experiments.tables import Table, filled
-from unskew.results import read
+from unskew.files import limits
+from unskew.files.writing import read
+from unskew.system.children import Child, Vigil
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 

@@ -10,16 +10,16 @@ from torch import nn
 
 from methods import METHODS, model_for
 from test_equivalence import everything, gap
-from unskew.algorithms import fedavg, scaffold
-from unskew.data import dataset
-from unskew.dispatch import train_on_lanes
-from unskew.engine import batched, sequential
-from unskew.heads import ffc
-from unskew.lanes import PAIR, Lanes, form_of
-from unskew.models import build
-from unskew.partition import Federation
-from unskew.simulate import Training, rounds_of
-from unskew.workers import Workers, check_workers
+from unskew.calibration.heads import ffc
+from unskew.data.datasets import dataset
+from unskew.data.partition import Federation
+from unskew.methods.algorithms import fedavg, scaffold
+from unskew.models.networks import build
+from unskew.training.engine import batched, sequential
+from unskew.training.engines.workers import Workers, check_workers
+from unskew.training.lanes.dispatch import train_on_lanes
+from unskew.training.lanes.lanes import PAIR, Lanes, form_of
+from unskew.training.simulate import Training, rounds_of
 
 OPTIONS = {"batch": 8, "lr": 0.05, "fraction": 0.7}
 NAMES = ("fedavg", "fednova", "scaffold", "moon", "feddyn", "fedadam", "fedprox, on sphere", "moon, body at home",

@@ -9,17 +9,17 @@ from torch import nn
 
 from commands import blobs, tiny, unskew
 from test_statistics import features
-from unskew import signing
-from unskew.answers import Answer, answer_text, read_answer
+from unskew.conversation.answers import Answer, answer_text, read_answer
+from unskew.conversation.heads_file import known_of_model, read_heads, write_heads, write_model
 from unskew.errors import DataError
 from unskew.experiments.folder import load_model
-from unskew.heads_file import known_of_model, read_heads, write_heads, write_model
-from unskew.models import Split
-from unskew.origin import Origin
-from unskew.results import load_sealed
-from unskew.statistics import FeatureStats
-from unskew.statistics_file import load, save, save_sum, total_of
-from unskew.weights import read_weights
+from unskew.files import signing
+from unskew.files.writing import load_sealed
+from unskew.models.networks import Split
+from unskew.models.weights import read_weights
+from unskew.statistics.file import load, save, save_sum, total_of
+from unskew.statistics.moments import FeatureStats
+from unskew.statistics.origin import Origin
 
 QUICK = 400  # flips of each file; `make test-all` tries every bit
 MODEL = Split(nn.Identity(), nn.Linear(3, 2))
@@ -95,7 +95,7 @@ def test_every_bit_is_sealed(files, name):
 
 def test_a_seal_that_is_left_out_is_missed(files):
     """Whoever takes the seal away has a file of nobody's."""
-    from unskew.results import load_tree, save_tree
+    from unskew.files.writing import load_tree, save_tree
 
     for name in ("calibrated", "model", "checkpoint", "heads"):
         tree, metadata = load_tree(files / name)
@@ -106,7 +106,7 @@ def test_a_seal_that_is_left_out_is_missed(files):
 
 
 def test_weights_of_others_need_no_seal(tmp_path):
-    from unskew.results import save_tree
+    from unskew.files.writing import save_tree
 
     save_tree(tmp_path / "w.safetensors", {"w": torch.ones(2)}, {"format": "pt"})
     assert read_weights(tmp_path / "w.safetensors")["w"].equal(torch.ones(2))

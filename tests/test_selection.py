@@ -7,12 +7,12 @@ from sklearn.linear_model import Ridge
 from torch import nn
 
 from test_discriminants import data, old, parts
-from unskew.collecting import collect
+from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.calibration.selection import BEST, calibrator_of, calibrators, candidates, chosen, separation
 from unskew.errors import UsageError
-from unskew.heads import calibrate, ccvr, ffc
-from unskew.models import Split
-from unskew.selection import BEST, calibrator_of, calibrators, candidates, chosen, separation
-from unskew.statistics import FORMS, FeatureStats, added
+from unskew.models.networks import Split
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FORMS, FeatureStats, added
 
 
 def test_every_form_has_a_default_that_works_from_it():
@@ -89,13 +89,13 @@ def test_from_pooled_moments_a_prior_is_exact_where_classes_share_their_covarian
 
 def test_ccvr_under_a_prior_draws_in_its_proportions(monkeypatch):
     seen = []
-    from unskew.heads import virtual_features
+    from unskew.calibration.heads import virtual_features
 
     def watch(stats, numbers, *rest):
         seen.append(numbers)
         return virtual_features(stats, numbers, *rest)
 
-    monkeypatch.setattr("unskew.heads.virtual_features", watch)
+    monkeypatch.setattr("unskew.calibration.heads.virtual_features", watch)
     z, y = data()
     ccvr(100, epochs=1)(FeatureStats.of(z, y, 4), old(), torch.Generator(), torch.tensor([0.5, 0.25, 0.25, 0.0]))
     assert seen == [[200, 100, 100, 1]]

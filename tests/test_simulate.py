@@ -10,19 +10,19 @@ from torch import nn
 from conftest import toy_data, toy_model
 from methods import METHODS
 from test_equivalence import gap
-from unskew.algorithms import fedavg, fedavgm, fedprox, fedrep, on_sphere, server
-from unskew.collecting import collect
-from unskew.engine import batched, installed, sequential
+from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.data.partition import Federation
 from unskew.errors import UsageError
-from unskew.evaluate import batches
-from unskew.exchange import Population
-from unskew.heads import calibrate, ccvr, ffc
-from unskew.models import Split
-from unskew.optim import SGD, constant, cosine, momentum, multistep
-from unskew.partition import Federation
+from unskew.methods.algorithm import Population
+from unskew.methods.algorithms import fedavg, fedavgm, fedprox, fedrep, on_sphere, server
+from unskew.methods.optim import SGD, constant, cosine, momentum, multistep
+from unskew.models.evaluate import batches
+from unskew.models.networks import Split
+from unskew.models.variants import clsnorm, spherical
 from unskew.seeds import generator
-from unskew.simulate import Diverged, train
-from unskew.variants import clsnorm, spherical
+from unskew.statistics.collecting import collect
+from unskew.training.engine import batched, installed, sequential
+from unskew.training.simulate import Diverged, train
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from site_files import CLASSES, csv_of, photos, pixels, put, refused, site_data, whole
-from unskew import data, images, readers, sites
+from unskew.data import datasets as data, images, readers, sites
+from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError
-from unskew.preparation import Preparation
 
 # Folders
 

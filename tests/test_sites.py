@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from site_files import CLASSES, RANDOM, csv_of, photos, pixels, refused, site_data, whole
-from unskew import data, evaluate, tabular
+from unskew.data import datasets as data, tables as tabular
+from unskew.data.sites import read_labels
 from unskew.errors import DataError, UsageError
-from unskew.sites import read_labels
+from unskew.models import evaluate
 
 # .npz
 

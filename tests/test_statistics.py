@@ -12,14 +12,14 @@ from torch import nn
 
 from conftest import toy_data, toy_model
 from twins import class_moments
-from unskew.collecting import collect, weights_digest
+from unskew.calibration.heads import calibrate
 from unskew.errors import DataError, UsageError
-from unskew.evaluate import batches
-from unskew.heads import calibrate
-from unskew.models import Split, linear
-from unskew.origin import Origin
-from unskew.packing import mirror, pack, unpack
-from unskew.statistics import FORMS, FeatureStats, added
+from unskew.models.evaluate import batches
+from unskew.models.networks import Split, linear
+from unskew.statistics.collecting import collect, weights_digest
+from unskew.statistics.moments import FORMS, FeatureStats, added
+from unskew.statistics.origin import Origin
+from unskew.statistics.packing import mirror, pack, unpack
 
 X, Y = torch.zeros(2, 1, 8, 8, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
 
@@ -400,7 +400,7 @@ def test_a_head_made_on_a_gpu_is_that_of_a_cpu(name, form, d):
 @pytest.mark.parametrize("form", FORMS)
 def test_features_are_added_in_groups(form, monkeypatch):
     """Groups that end within the batches and after them, of features that are a part of something larger."""
-    monkeypatch.setattr("unskew.collecting.ROWS", 64)
+    monkeypatch.setattr("unskew.statistics.collecting.ROWS", 64)
     x, y = features(300, d=6)
     model = Split(nn.Sequential(nn.Unflatten(1, (2, 3)), Second()), nn.Linear(3, 4)).double()
     kept = collect(model, zip(x.split(25), y.split(25), strict=True), 4, form)

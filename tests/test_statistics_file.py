@@ -12,12 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from test_statistics import features
-from unskew import statistics_file, statistics_header, streams
 from unskew.errors import DataError, UsageError
-from unskew.origin import Origin
-from unskew.packing import pack, unpack
-from unskew.statistics import FORMS, FeatureStats
-from unskew.statistics_header import PRECISIONS
+from unskew.files import streams
+from unskew.statistics import file as statistics_file, header as statistics_header
+from unskew.statistics.header import PRECISIONS
+from unskew.statistics.moments import FORMS, FeatureStats
+from unskew.statistics.origin import Origin
+from unskew.statistics.packing import pack, unpack
 
 
 @pytest.fixture
@@ -545,7 +546,7 @@ def test_a_site_is_taken_out_of_files_that_are_read_in_a_cheaper_form(tmp_path, 
 def _loosened(stats, path, precision, monkeypatch):
     """A file of moments that `save` would refuse."""
     with monkeypatch.context() as patch:
-        patch.setattr("unskew.statistics_file._check_scatter", lambda *_: None)
+        patch.setattr("unskew.statistics.file._check_scatter", lambda *_: None)
         stats.save(path, precision)
 
 

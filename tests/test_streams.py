@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from unskew import streams
 from unskew.errors import DataError
-from unskew.streams import Kind, Reader, layout, size, write
+from unskew.files import streams
+from unskew.files.streams import Kind, Reader, layout, size, write
 
 TENSORS = {
     "b": torch.arange(12, dtype=torch.int16).view(3, 4), "a": torch.arange(6, dtype=torch.float64).view(2, 3),

@@ -13,8 +13,8 @@ from commands import blobs, subprocess_of, unskew
 from unskew import Experiment
 from unskew.experiments import tables
 from unskew.experiments.tables import Cell, Result, Table, cells, digits, filled, markdown
-from unskew.methods import method
-from unskew.timetable import Usage
+from unskew.methods.names import method
+from unskew.training.lanes.timetable import Usage
 
 
 @pytest.fixture

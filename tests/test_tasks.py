@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from commands import unskew
 from pictures import MEAN, STD, folder_of, write_network
+from unskew.conversation.tasks import Task, file_in, load, placed, save, task_of, with_file
+from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError
-from unskew.preparation import Preparation
-from unskew.statistics import FeatureStats
-from unskew.statistics_header import head_of
-from unskew.tasks import Task, file_in, load, placed, save, task_of, with_file
+from unskew.statistics.header import head_of
+from unskew.statistics.moments import FeatureStats
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
 SHARED = ("--task", "task.toml", "--trust")

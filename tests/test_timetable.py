@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from unskew.partition import dirichlet
-from unskew.timetable import Add, Load, Move, Settle, Step, bound, choose, ladder_of, rehearse, schedule
+from unskew.data.partition import dirichlet
+from unskew.training.lanes.timetable import Add, Load, Move, Settle, Step, bound, choose, ladder_of, rehearse, schedule
 
 WORK = st.lists(  # runs of rounds of clients' steps
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=4), min_size=1, max_size=4

@@ -12,14 +12,14 @@ from torch import nn
 
 from commands import unskew
 from pictures import MEAN, STD, folder_of, pixels, prepared, write_network
-from unskew.collecting import collect
-from unskew.cutting import split
+from unskew.calibration.heads import calibrate
+from unskew.conversation.plausibility import Tally
+from unskew.conversation.trials import Counts, Part, Trial, doubtful, form_for, part_of, trial_of
 from unskew.errors import DataError, UsageError
-from unskew.heads import calibrate
-from unskew.models import Split
-from unskew.origin import Origin
-from unskew.plausibility import Tally
-from unskew.trials import Counts, Part, Trial, doubtful, form_for, part_of, trial_of
+from unskew.models.cutting import split
+from unskew.models.networks import Split
+from unskew.statistics.collecting import collect
+from unskew.statistics.origin import Origin
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
 

@@ -11,8 +11,10 @@ import torch
 
 from commands import blobs, tiny, unskew
 from pictures import MEAN, STD, folder_of, write_network
-from unskew import DataError, Experiment, UsageError, foreign, limits, load_model
-from unskew.results import load_sealed, save_sealed
+from unskew import DataError, Experiment, UsageError, load_model
+from unskew.files import limits
+from unskew.files.writing import load_sealed, save_sealed
+from unskew.models import foreign
 
 LOUD = """
 from pathlib import Path
@@ -159,7 +161,7 @@ def transformers_folder(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "modeling_evil.py", "adapter_config.json", "tokenizer.model"])
 def test_what_a_task_does_not_list_is_not_found_in_its_folder(site, name):
-    from unskew.tasks import load, placed, save, task_of
+    from unskew.conversation.tasks import load, placed, save, task_of
 
     folder = transformers_folder(site / "vit")
     save(task_of(site, "transformers:vit"), site / "vit.toml")
@@ -172,7 +174,7 @@ def test_what_a_task_does_not_list_is_not_found_in_its_folder(site, name):
 
 
 def test_code_in_a_listed_folder_needs_trust(site):
-    from unskew.tasks import load, save, task_of
+    from unskew.conversation.tasks import load, save, task_of
 
     (transformers_folder(site / "vit") / "modeling_mine.py").write_text(LOUD)
     save(task_of(site, "transformers:vit"), site / "vit.toml")

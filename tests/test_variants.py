@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from conftest import toy_data, toy_model
-from unskew.algorithms import fedavg, on_sphere, proximal, squared_error
-from unskew.collecting import collect
-from unskew.engine import batched, installed, network, sequential
+from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.data.partition import Federation
 from unskew.errors import UsageError
-from unskew.evaluate import batches
-from unskew.heads import calibrate, ccvr, ffc
-from unskew.models import head
-from unskew.partition import Federation
+from unskew.methods.algorithms import fedavg, on_sphere, proximal, squared_error
+from unskew.models.evaluate import batches
+from unskew.models.networks import head
+from unskew.models.variants import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes
 from unskew.seeds import generator
-from unskew.simulate import train
-from unskew.variants import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes
+from unskew.statistics.collecting import collect
+from unskew.training.engine import batched, installed, network, sequential
+from unskew.training.simulate import train
 
 
 @pytest.mark.parametrize("place", [qr, gram_schmidt])
@@ -80,7 +80,7 @@ def test_squared_error_is_equation_5():
 
 @pytest.mark.parametrize("engine", [sequential, batched])
 def test_the_head_never_changes_and_is_never_uploaded(engine, ragged):
-    from unskew.sums import plain_sum
+    from unskew.training.sums import plain_sum
 
     uploaded = set()
     sums = plain_sum()

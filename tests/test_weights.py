@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from unskew.cutting import rejoined, split
 from unskew.errors import DataError, UsageError
-from unskew.foreign import load_module
-from unskew.results import load_tree, save_tree
-from unskew.weights import load_weights, save_weights
+from unskew.files.writing import load_tree, save_tree
+from unskew.models.cutting import rejoined, split
+from unskew.models.foreign import load_module
+from unskew.models.weights import load_weights, save_weights
 
 
 class Net(nn.Module):

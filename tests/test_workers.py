@@ -20,10 +20,10 @@ from conftest import toy_data, toy_model
 from methods import METHODS, model_for
 from test_equivalence import everything
 from unskew import Experiment, Workers, build, dataset, fedavg, ffc, run, scaffold, sequential, train
+from unskew.data.partition import Federation
 from unskew.errors import UsageError
-from unskew.machine import threads
-from unskew.partition import Federation
-from unskew.workers import Shared, check_workers
+from unskew.system.machine import threads
+from unskew.training.engines.workers import Shared, check_workers
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or torch.accelerator.device_count() > 0, reason="workers are for Linux without a GPU"

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from libraries import folder, goes_round, zoo
-from unskew.cutting import rejoined, split
+from unskew.conversation.heads_file import opened
 from unskew.errors import DataError, UsageError
-from unskew.foreign import brings_weights, load_module
-from unskew.heads_file import opened
-from unskew.models import Split, linear_of
-from unskew.programs import exported
-from unskew.results import load_tree
+from unskew.files.writing import load_tree
+from unskew.models.cutting import rejoined, split
+from unskew.models.foreign import brings_weights, load_module
+from unskew.models.networks import Split, linear_of
+from unskew.models.programs import exported
+from unskew.models.weights import load_weights, save_weights
 from unskew.seeds import seeded
-from unskew.weights import load_weights, save_weights
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 TOKENS = {

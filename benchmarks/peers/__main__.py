@@ -367,7 +367,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def chosen(given: argparse.Namespace) -> list[str]:
     """The names of the sides, checked."""
-    there = [name for name in ENGINES if name != "workers" or importlib.util.find_spec("unskew.workers")]
+    there = [
+        name for name in ENGINES if name != "workers" or importlib.util.find_spec("unskew.training.engines.workers")
+    ]
     peers = [name for name in PEERS if not given.here or importlib.util.find_spec(MODULES[name])]
     gpu = given.device == "cuda"
     usual = [*peers[:1], "lanes"] if gpu else [*peers, *(name for name in there if name != "lanes")]

@@ -11,13 +11,13 @@ from torch import nn
 
 import unskew
 from unskew import Split, fedavg
-from unskew.data import dataset
-from unskew.dispatch import train_on_lanes
-from unskew.engine import installed
-from unskew.evaluate import batches, score
-from unskew.partition import Federation
-from unskew.simulate import Round, Training, rounds_of
-from unskew.workers import known_engines
+from unskew.data.datasets import dataset
+from unskew.data.partition import Federation
+from unskew.models.evaluate import batches, score
+from unskew.training.engine import installed
+from unskew.training.engines.workers import known_engines
+from unskew.training.lanes.dispatch import train_on_lanes
+from unskew.training.simulate import Round, Training, rounds_of
 
 
 def rounds(run: Training, given: argparse.Namespace, precision: str) -> Iterator[Round]:

@@ -10,7 +10,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.model_controller import ModelController
 
 import unskew
-from unskew.cutting import rejoined
+from unskew.models.cutting import rejoined
 
 
 class Calibrate(ModelController):

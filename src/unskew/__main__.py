@@ -1,5 +1,5 @@
 """`python -m unskew` is the command `unskew`."""
 
-from unskew.cli import main
+from unskew.cli.main import main
 
 main()

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from unskew.errors import UnskewError, UsageError, lookup
-from unskew.files import read_bytes
+from unskew.files.untrusted import read_bytes
 
 Made = TypeVar("Made")
 

@@ -257,7 +257,7 @@ def _conversation(fed: Federation, folder: Path, sites: list[Path]) -> list[Orig
 
 def _weights(fed: Federation, folder: Path, sites: list[Path]) -> list[Original]:
     """Weights, calibrated models."""
-    from unskew.weights import read_weights
+    from unskew.models.weights import read_weights
 
     calibrated = folder / "calibrated.safetensors"
     done("calibrate", *fed.task, "--stats", *sites, "--out", calibrated)
@@ -421,8 +421,9 @@ def _tar(path: Path, members: dict[str, bytes]) -> None:
 def _runs(folder: Path) -> list[Original]:
     """The files of a run's folder, and what is kept beside the data sets."""
     import unskew as library
-    from unskew import Experiment, choice, load_model
+    from unskew import Experiment, load_model
     from unskew.experiments.experiment import read_toml
+    from unskew.training.engines import choice
 
     data = blobs(folder / "run.npz")
     whole, half = folder / "whole", folder / "half"
@@ -458,8 +459,8 @@ def _runs(folder: Path) -> list[Original]:
         measured = {"sequential": 1.0, "batched": 2.0, "workers": 3.0}
         with (
             mock.patch.dict(os.environ, {"UNSKEW_DATA": str(home)}),
-            mock.patch("unskew.choice.measured", return_value=measured),
-            mock.patch("unskew.choice.WORTH", 1),
+            mock.patch("unskew.training.engines.choice.measured", return_value=measured),
+            mock.patch("unskew.training.engines.choice.WORTH", 1),
         ):
             return function(lambda _: choice.pick(training).engine, path)
 

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unskew import files
 from unskew.errors import (
     ANY,
     COUNT,
@@ -30,7 +29,8 @@ from unskew.errors import (
     check_number,
     lookup,
 )  # fmt: skip
-from unskew.results import digest
+from unskew.files import untrusted as files
+from unskew.files.writing import digest
 from unskew.specs import named, names_code
 
 

@@ -23,24 +23,24 @@ from pathlib import Path
 
 import torch
 
-from unskew import limits, locks
-from unskew.data import Dataset
+from unskew.calibration.heads import plain
+from unskew.data.datasets import Dataset
 from unskew.errors import DataError, UsageError
-from unskew.exchange import Client
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.histories import history_of
-from unskew.experiments.parts import own_model, settled_like
-from unskew.files import parse_json, read_json, reading
-from unskew.heads import plain
-from unskew.locks import folder_locked
-from unskew.methods import skeleton
-from unskew.models import Split, build, check_memory, linear, linear_of
-from unskew.results import Record, load_sealed, save_sealed, write_text
-from unskew.simulate import Round, Training
+from unskew.experiments.resolve import own_model, settled_like
+from unskew.files import limits, locks
+from unskew.files.locks import folder_locked
+from unskew.files.untrusted import parse_json, read_json, reading
+from unskew.files.writing import Record, load_sealed, save_sealed, write_text
+from unskew.methods.algorithm import Client
+from unskew.methods.names import skeleton
+from unskew.models.networks import Split, build, check_memory, linear, linear_of
+from unskew.models.transforms import Transform
+from unskew.models.variants import NormalisedLinear
 from unskew.specs import is_own
-from unskew.transforms import Transform
+from unskew.training.simulate import Round, Training
 from unskew.tree import Tree, each, prefix, under
-from unskew.variants import NormalisedLinear
 
 # ---------------------------------------------------------------------------------------------- whose it is
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from unskew.errors import DataError
 from unskew.experiments.experiment import Experiment
-from unskew.files import reading
-from unskew.results import Record, read
+from unskew.files.untrusted import reading
+from unskew.files.writing import Record, read
 
 Rule = tuple[Callable[[Any], bool], str]  # a test of a field, and the words for it
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 
 from unskew import __version__
-from unskew.choice import Choice
-from unskew.costs import recalibration_bytes, traffic
+from unskew.data.partition import table
 from unskew.errors import DataError
-from unskew.evaluate import Scores
 from unskew.experiments.experiment import Experiment
-from unskew.methods import files_of
-from unskew.partition import table
-from unskew.results import Record, digest, seal
-from unskew.simulate import Round, Training
+from unskew.files.writing import Record, digest, seal
+from unskew.methods.names import files_of
+from unskew.models.evaluate import Scores
+from unskew.training.costs import recalibration_bytes, traffic
+from unskew.training.engines.choice import Choice
+from unskew.training.simulate import Round, Training
 
 
 def start_of(experiment: Experiment, training: Training, choice: Choice | None) -> Record:

@@ -24,14 +24,10 @@ from typing import Any
 import torch
 import torch.distributed
 
-from unskew.costs import statistics_in_papers
-from unskew.data import Dataset, draw_crops, gather
-from unskew.dispatch import program, ranks, train_on_lanes
-from unskew.download import Progress
-from unskew.engine import at_home, installed
+from unskew.calibration.heads import Calibrator, calibrate
+from unskew.data.datasets import Dataset, draw_crops, gather
+from unskew.data.partition import Federation
 from unskew.errors import UnskewError, UsageError, lookup
-from unskew.evaluate import Scores, batches, score
-from unskew.exchange import Algorithm
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import (
     claim,
@@ -46,7 +42,8 @@ from unskew.experiments.folder import (
     save_round,
     taken,
 )
-from unskew.experiments.parts import (
+from unskew.experiments.records import kept_of, round_of, scores_of, start_of
+from unskew.experiments.resolve import (
     Yardstick,
     calibrators_of,
     data_of,
@@ -57,21 +54,24 @@ from unskew.experiments.parts import (
     settled,
     ways_of,
 )
-from unskew.experiments.records import kept_of, round_of, scores_of, start_of
-from unskew.heads import Calibrator, calibrate
-from unskew.locks import tidy
-from unskew.machine import threads
-from unskew.methods import files_of
-from unskew.models import Split
-from unskew.optim import schedules
-from unskew.partition import Federation
-from unskew.personal import Way, own as own_models, personal_models, score_personal
-from unskew.results import Record, appended, rewrite
+from unskew.files.download import Progress
+from unskew.files.locks import tidy
+from unskew.files.writing import Record, appended, rewrite
+from unskew.methods.algorithm import Algorithm
+from unskew.methods.names import files_of
+from unskew.methods.optim import schedules
+from unskew.models.evaluate import Scores, batches, score
+from unskew.models.networks import Split
 from unskew.seeds import generator
-from unskew.simulate import Diverged, Round, Training, collect_all, rounds_of
 from unskew.specs import parse
-from unskew.timetable import Usage
-from unskew.workers import known_engines
+from unskew.system.machine import threads
+from unskew.training.costs import statistics_in_papers
+from unskew.training.engine import at_home, installed
+from unskew.training.engines.workers import known_engines
+from unskew.training.lanes.dispatch import program, ranks, train_on_lanes
+from unskew.training.lanes.timetable import Usage
+from unskew.training.personal import Way, own as own_models, personal_models, score_personal
+from unskew.training.simulate import Diverged, Round, Training, collect_all, rounds_of
 
 
 def run(
@@ -81,7 +81,7 @@ def run(
     """Run an experiment in a folder, yielding its records; with `resume`, first those that are there already.
 
     What can't be meant is refused before the folder is made. `progress` hears of a download, as
-    `unskew.download.fetch` describes; `usage` can be looked at meanwhile.
+    `unskew.files.download.fetch` describes; `usage` can be looked at meanwhile.
     """
     with contextlib.ExitStack() as held:
         yield from _run(_Run(experiment, Path(out), resume or ranks()[0] > 0, _Shelf(progress), held), usage or Usage())

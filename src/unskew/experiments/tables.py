@@ -1,7 +1,7 @@
 """Tables: many runs by one command, each in a folder of its own, so that a table that was stopped goes on.
 
 A `Table` is a title and rows of experiments, one a seed. `filled` runs what is missing, several at a time in processes
-of their own, which end with this one (`unskew.children`); `markdown` writes mean and spread over the seeds, what was
+of their own, which end with this one (`system.children`); `markdown` writes mean and spread over the seeds, what was
 run on what, and which methods did not help.
 """
 
@@ -20,14 +20,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unskew.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.experiments.experiment import Experiment
-from unskew.locks import folder_locked
-from unskew.results import Record
-from unskew.stopping import Stopped, exit_code, heeding
+from unskew.files.locks import folder_locked
+from unskew.files.writing import Record
+from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
+from unskew.system.stopping import Stopped, exit_code, heeding
 
 if TYPE_CHECKING:
-    from unskew.timetable import Usage
+    from unskew.training.lanes.timetable import Usage
 
 
 class Table(NamedTuple):
@@ -122,7 +122,7 @@ def filled(table: Table, out: Path, jobs: int, usage: Usage | None = None) -> It
 
 def _on_lanes(out: Path, todo: list[Item], usage: Usage | None) -> Iterator[Result]:
     from unskew.experiments.runner import run_together
-    from unskew.simulate import Diverged
+    from unskew.training.simulate import Diverged
 
     found: list[list[Record]] = [[] for _ in todo]
     experiments = [experiment for _, experiment in todo]
@@ -142,7 +142,7 @@ def _folder(out: Path, experiment: Experiment) -> Path:
 
 def _one(out: Path, item: Item) -> Result:
     from unskew.experiments.runner import run
-    from unskew.simulate import Diverged
+    from unskew.training.simulate import Diverged
 
     row, experiment = item
     try:
@@ -201,7 +201,7 @@ def _received(child: Child, name: str) -> Result:
 def _hired(out: Path, count: int) -> Iterator[list[Child]]:
     """Processes that end with this context: those that work are told to stop, and keep what they have reached."""
     context, crew = multiprocessing.get_context("forkserver"), list[Child]()
-    context.set_forkserver_preload([*(["unskew.fork_server"] if lasting() else []), "unskew.experiments.runner"])
+    context.set_forkserver_preload([*(["unskew.system.fork_server"] if lasting() else []), "unskew.experiments.runner"])
     try:
         for _ in range(count):
             (pipe, theirs), pulse = context.Pipe(), context.RawValue("Q", 0)

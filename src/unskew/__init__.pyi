@@ -1,0 +1,87 @@
+"""The public names of Unskew, each with its home. `unskew/__init__.py` reads this file; names are written here only."""
+
+from unskew.calibration.discriminants import fedcof as fedcof, gnb as gnb, lda as lda, ncm as ncm
+from unskew.calibration.estimator import CalibratedHead as CalibratedHead
+from unskew.calibration.heads import (
+    Calibrator as Calibrator,
+    calibrate as calibrate,
+    ccvr as ccvr,
+    ffc as ffc,
+    oracle as oracle,
+)
+from unskew.calibration.influence import influences as influences
+from unskew.data.datasets import Dataset as Dataset, dataset as dataset, load as load
+from unskew.data.partition import (
+    Federation as Federation,
+    classes as classes,
+    dirichlet as dirichlet,
+    federate as federate,
+    iid as iid,
+    quantity as quantity,
+    shards as shards,
+)
+from unskew.errors import DataError as DataError, UnskewError as UnskewError, UsageError as UsageError
+from unskew.experiments import Experiment as Experiment, load_model as load_model, run as run
+from unskew.methods.algorithm import Algorithm as Algorithm
+from unskew.methods.algorithms import (
+    alternating as alternating,
+    ce as ce,
+    clsprox as clsprox,
+    fedadagrad as fedadagrad,
+    fedadam as fedadam,
+    fedavg as fedavg,
+    fedavgm as fedavgm,
+    fedbabu as fedbabu,
+    feddyn as feddyn,
+    fednova as fednova,
+    fedopt as fedopt,
+    fedprox as fedprox,
+    fedrep as fedrep,
+    fedyogi as fedyogi,
+    frozen_head as frozen_head,
+    keep_local as keep_local,
+    lg_fedavg as lg_fedavg,
+    moon as moon,
+    mse as mse,
+    on_sphere as on_sphere,
+    proximal as proximal,
+    scaffold as scaffold,
+    server as server,
+)
+from unskew.methods.names import Method as Method, method as method
+from unskew.methods.optim import (
+    adagrad as adagrad,
+    adam as adam,
+    constant as constant,
+    cosine as cosine,
+    momentum as momentum,
+    multistep as multistep,
+    yogi as yogi,
+)
+from unskew.models.cutting import split as split
+from unskew.models.evaluate import Scores as Scores, batches as batches, score as score
+from unskew.models.networks import Split as Split, body as body, build as build, head as head
+from unskew.models.variants import (
+    clsnorm as clsnorm,
+    fixed_classifier as fixed_classifier,
+    projection as projection,
+    spherical as spherical,
+    unit_features as unit_features,
+)
+from unskew.statistics.collecting import collect as collect
+from unskew.statistics.doubts import doubts_about as doubts_about
+from unskew.statistics.moments import FeatureStats as FeatureStats
+from unskew.statistics.robust import robust_sum as robust_sum
+from unskew.training.costs import Traffic as Traffic, traffic as traffic
+from unskew.training.engine import batched as batched, installed as installed, sequential as sequential
+from unskew.training.engines.workers import Workers as Workers
+from unskew.training.lanes.dispatch import train_on_lanes as train_on_lanes
+from unskew.training.personal import (
+    Personal as Personal,
+    personal_models as personal_models,
+    score_personal as score_personal,
+)
+from unskew.training.simulate import Round as Round, Training as Training, train as train
+from unskew.training.sums import Sum as Sum, plain_sum as plain_sum
+
+__version__: str

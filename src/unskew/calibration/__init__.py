@@ -1,0 +1,1 @@
+"""Calibrators: a better classifier from feature statistics."""

@@ -1,0 +1,172 @@
+"""Which calibrator: by name, by what statistics allow, by the answers of the sites; and what to expect of it.
+
+`calibrators` are all there are. `calibrator_of("auto", ...)` takes the one that did best by measurement with statistics
+of that form (results/calibrators.md). `separation` is what CCVR 5.4 forecasts by. `chosen` takes the best of several
+heads by what the sites have counted on examples of their own, and keeps the old one unless another is better;
+`deciding` tells whose counts alone have made it so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unskew.calibration.discriminants import fedcof, gnb, lda, ncm
+from unskew.calibration.heads import Calibrator, ccvr, ffc
+from unskew.errors import UsageError
+from unskew.specs import made
+from unskew.statistics.moments import FeatureStats
+
+calibrators: dict[str, Callable[..., Calibrator]] = {
+    "ccvr": ccvr, "ffc": ffc, "lda": lda, "gnb": gnb, "ncm": ncm, "fedcof": fedcof,
+}  # fmt: skip
+"""All calibrators by name."""
+
+BEST = {"class": "ffc:choose=true", "pooled": "ffc:choose=true", "diagonal": "ccvr", "none": "ncm"}
+"""What `auto` takes for each form of statistics."""
+NEED_BIAS = ("lda", "gnb", "ncm")
+CONTRADICTS = 2.0  # standard errors between what a site says of two heads and what the others say
+
+
+def calibrator_of(spec: str, form: str, transform: str = "identity", bias: bool = True) -> Calibrator:
+    """The calibrator of a spec such as "ccvr:samples=500" for statistics of a form, under their transform unless it
+    says another; "auto" chooses. `bias` tells whether the model's classifier has one.
+    """
+    name, _, options = spec.strip().partition(":")
+    if name == "auto":
+        spec = candidates(form, 0, bias)[0] + (f":{options}" if options else "")
+    if "transform=" not in spec and transform != "identity":
+        spec = f"{spec}:transform={transform}"
+    return made("calibrator", spec, calibrators)
+
+
+def candidates(form: str, sites: int, bias: bool = True) -> list[str]:
+    """The calibrators that statistics of a form allow, what did best with that form first; `sites` of them known apart.
+
+    >>> candidates("none", 10)
+    ['ncm', 'fedcof']
+    """
+    able = []
+    for name, factory in calibrators.items():
+        calibrator = factory()
+        if form in calibrator.forms and (bias or name not in NEED_BIAS) and not (calibrator.apart and sites < 3):
+            able.append(BEST[form] if BEST[form].partition(":")[0] == name else name)
+    if not able:
+        raise UsageError(
+            f"statistics of form {form!r} serve no classifier without a bias: collect them with form 'pooled'"
+        )
+    return sorted(able, key=lambda spec: spec != BEST[form])
+
+
+# ---------------------------------------------------------------------------------------------- separation
+
+
+def separation(stats: FeatureStats, directions: int = 200, generator: torch.Generator | None = None) -> float | None:
+    """The mean sliced Wasserstein distance between the Gaussians of any two classes: CCVR 5.4 and Figure 6.
+
+    Along a unit vector v both are Gaussians of one dimension, whose squared distance is known: the difference of the
+    means squared plus that of the deviations squared. It is averaged over `directions` random vectors, its root over
+    all pairs of classes with examples, in units of the features' mean deviation within classes, so that models can be
+    compared. The farther apart, the more a calibration can gain. None from statistics of form "none".
+    """
+    if stats.form == "none":
+        return None
+    draw = generator or torch.Generator().manual_seed(0)
+    lines = torch.randn(stats.dimension, directions, generator=draw, dtype=torch.float64).to(stats.mean)
+    lines = lines / lines.norm(dim=0)
+    present = (stats.count > 0).nonzero().flatten().tolist()
+    if len(present) < 2:
+        return None
+    means = (stats.mean @ lines)[present]  # (C, directions)
+    if stats.form == "pooled":
+        covariance = stats.within / stats.count.sum()
+        deviations = ((lines * (covariance @ lines)).sum(0)).clamp(min=0).sqrt().expand_as(means)
+    elif stats.form == "diagonal":
+        deviations = (torch.stack([stats.variances_of(label) for label in present]) @ lines**2).sqrt()
+    else:
+        along = [(lines * (stats.covariance_of(label) @ lines)).sum(0) for label in present]
+        deviations = torch.stack(along).clamp(min=0).sqrt()
+    distances = [
+        ((means[row + 1 :] - means[row]) ** 2 + (deviations[row + 1 :] - deviations[row]) ** 2).mean(1).sqrt()
+        for row in range(len(present) - 1)
+    ]
+    unit = deviations.pow(2).mean().sqrt()
+    return float(torch.cat(distances).mean() / unit) if unit > 0 else math.inf
+
+
+# ---------------------------------------------------------------------------------------------- validation
+
+
+def chosen(counts: Mapping[str, Tensor], total: Tensor, prior: Tensor | None = None) -> tuple[str, dict[str, float]]:
+    """The best of several heads, and the accuracy of each, from the sites' added counts.
+
+    `counts[name]` (C,) are the examples of each class that a head classified rightly, of `total` (C,). The first head
+    is the old one, if there is one, and stays unless another is better. Under a prior, classes count by it instead of
+    by their examples.
+    """
+    if not total.sum() > 0:
+        raise UsageError("the sites' answers hold no examples: validate on at least one")
+    share = total if prior is None else prior * (total > 0)
+    weight = share.double() / (share.sum() * total.clamp(min=1))  # of an example of each class
+    accuracies = {name: float(weight @ right.double()) for name, right in counts.items()}
+    first = next(iter(counts))
+    best = max(accuracies, key=accuracies.__getitem__)
+    return best if accuracies[best] > accuracies[first] + 1e-12 else first, accuracies
+
+
+def deciding(
+    answers: Mapping[str, tuple[Mapping[str, Tensor], Tensor]], prior: Tensor | None = None
+) -> dict[str, str | None]:
+    """The sites whose answer decides the choice alone, and what would be chosen without each: None if that is nothing,
+    since nobody else has answered. `answers` has of each site what `chosen` takes of all.
+
+    Where heads tie, any answer can turn the choice. So a site is named only if the others lose by it more than chance
+    would, or if what it says of the two heads contradicts what the others say, class by class.
+    """
+    total = torch.stack([own for _, own in answers.values()]).sum(0)
+    names = list(next(iter(answers.values()))[0])
+    right = {name: torch.stack([own[name] for own, _ in answers.values()]).sum(0) for name in names}
+    best, _ = chosen(right, total, prior)
+    found: dict[str, str | None] = {}
+    for site, (own, examples) in answers.items():
+        rest = total - examples
+        if not (rest.sum() > 0):
+            found[site] = None
+            continue
+        theirs = {name: right[name] - own[name] for name in names}
+        without, _ = chosen(theirs, rest, prior)
+        if without == best:
+            continue
+        lost = _Lead.of(theirs[without], theirs[best], rest)
+        claimed = _Lead.of(own[best], own[without], examples)
+        if lost.by(rest, prior) > 1 or claimed.beside(lost).by(examples, prior) > CONTRADICTS:
+            found[site] = without
+    return found
+
+
+class _Lead(NamedTuple):
+    """By how much more of each class one head gets right than another."""
+
+    mean: Tensor  # (C,)
+    variance: Tensor  # (C,) of that mean, by chance
+
+    @classmethod
+    def of(cls, right: Tensor, other: Tensor, total: Tensor) -> _Lead:
+        """That of one head's right answers over the other's."""
+        n = total.double().clamp(min=1)
+        rates = [(counts.double() + 1) / (total.double() + 2) for counts in (right, other)]  # one example proves little
+        return cls((right - other).double() / n, torch.stack([rate * (1 - rate) for rate in rates]).sum(0) / n)
+
+    def beside(self, opposite: _Lead) -> _Lead:
+        """How far it lies from what others found, who say by how much the other head leads."""
+        return _Lead(self.mean + opposite.mean, self.variance + opposite.variance)
+
+    def by(self, total: Tensor, prior: Tensor | None) -> float:
+        """The lead over all classes, each by its examples or by the prior, in standard errors."""
+        share = (total if prior is None else prior * (total > 0)).double()
+        share = share / share.sum()
+        return float(share @ self.mean) / math.sqrt(float(share**2 @ self.variance))

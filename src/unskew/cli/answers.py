@@ -1,0 +1,74 @@
+"""The command line for the sites' answers: which of the candidate heads `calibrate --validate` takes, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from unskew.cli.console import show, table_of
+from unskew.cli.keys import tell_silent
+from unskew.cli.shared import note
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from unskew.conversation.answers import Counts
+    from unskew.files.signing import Sites
+    from unskew.models.networks import Split
+    from unskew.statistics.moments import FeatureStats
+
+
+class Conversation(NamedTuple):
+    """What the sites were asked, and what they have answered."""
+
+    heads: Path
+    answers: Sequence[Path]
+    files: Sequence[Path]  # the statistics that the heads were made of, sums among them
+    sites: Sites | None  # who must have signed
+
+
+def validated(told: Conversation, model: Split, stats: FeatureStats, prior: Tensor | None) -> tuple[str, nn.Module]:
+    """The head that the sites found best, which can be the old one; shown beside the others, on each site."""
+    from unskew.calibration.selection import chosen, deciding
+    from unskew.conversation.answers import added, owners_of, read_answers
+    from unskew.conversation.heads_file import OLD, read_heads
+
+    heads = read_heads(told.heads, model, stats.parts)
+    owners = owners_of(told.files, stats.parts)
+    answers = read_answers(told.answers, heads, model.classes, owners, told.sites)
+    if told.sites is not None:
+        idle = [owner.site for owner in owners.values() if stats.held_out is not None and not owner.examples_held_out]
+        tell_silent(told.sites, [*answers, heads.signed.site, *idle], "has not answered")
+    whole = added(answers.values())
+    mix = None if prior is None else prior.to(whole.total)
+    best, accuracies = chosen(whole.right, whole.total, mix)
+    _show(answers, whole, accuracies, best)
+    if OLD in heads.modules:
+        show("The old head stays: no other is better." if best == OLD else f"{best} is better than the old head.")
+    for site, other in deciding(answers, mix).items():
+        rest = "nobody else has answered" if other is None else f"without it {_named(other)} would be taken"
+        note(f"{site} decides alone: {rest}")
+    return best, heads.modules[best]
+
+
+def _named(head: str) -> str:
+    from unskew.conversation.heads_file import OLD
+
+    return "the old head" if head == OLD else head
+
+
+def _show(answers: Mapping[str, Counts], whole: Counts, accuracies: Mapping[str, float], best: str) -> None:
+    """The heads beside each other, on all sites and on each."""
+    n = float(whole.total.sum())
+    table = table_of("head", f"accuracy (%) on {n:,.0f} examples of {len(answers)} sites", "standard error")
+    for name, accuracy in accuracies.items():
+        error = (accuracy * (1 - accuracy) / n) ** 0.5
+        table.add_row(name + (" *" if name == best else ""), f"{100 * accuracy:.2f}", f"{100 * error:.2f}")
+    show(table)
+    each = table_of("site", "examples", *(f"{name} (%)" for name in accuracies))
+    for site, counts in answers.items():
+        total = float(counts.total.sum())
+        shares = [float(right.sum()) / total if total else None for right in counts.right.values()]
+        each.add_row(site, f"{total:,.0f}", *("·" if share is None else f"{100 * share:.2f}" for share in shares))
+    show(each)

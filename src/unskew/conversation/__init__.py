@@ -1,0 +1,1 @@
+"""The conversation between a server and its sites: task, statistics, candidate heads, answers."""

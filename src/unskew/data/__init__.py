@@ -1,0 +1,1 @@
+"""Data: data sets and their readers, the data of one site, preparation, partitions into clients."""

@@ -1,0 +1,393 @@
+"""Data sets, resident as tensors: their type, their batches, and where they come from.
+
+A `Dataset` keeps all images as uint8 (or float32) on one device; a batch is an index operation on it.
+`gather` picks examples for any number of clients at once and crops and flips them in the same operation;
+`normalise` turns the result into what a network takes. `load` finds a data set by name (`KNOWN` lists them)
+or reads your own: a .npz file or a folder of class folders. Formats are in `readers`, transfer in `download`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from unskew.data import readers
+from unskew.errors import DataError, UsageError, lookup
+from unskew.files.download import Progress, fetch
+from unskew.files.untrusted import reading
+from unskew.files.writing import cache_folder
+
+Values = Tensor | npt.NDArray[Any]
+
+_CHUNK = 200_000  # values looked at together; copies that fit the processor's cache are ten times faster
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dataset:
+    """Training and test examples with what is needed to normalise them; made by `dataset` or `load`."""
+
+    name: str
+    x: Tensor  # (N, channels, height, width) uint8 or float32, or (N, features) float32
+    y: Tensor  # (N,) int64
+    x_test: Tensor
+    y_test: Tensor
+    labels: tuple[str, ...]  # the classes' names
+    mean: Tensor  # (channels, 1, 1) or (features,) float32, over the training examples; of uint8 after / 255
+    std: Tensor  # likewise; 1 where nothing varies
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.labels)
+
+    @property
+    def channels(self) -> int:
+        """Number of channels; of features, for vectors."""
+        return self.x.shape[1]
+
+    @property
+    def size(self) -> int:
+        """Height of the images; 1 for vectors."""
+        return self.x.shape[2] if self.x.dim() == 4 else 1
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.x.shape[1:]))
+        kind = str(self.x.dtype).removeprefix("torch.")
+        counts = f"{len(self.x)} + {len(self.x_test)} examples of {shape} {kind}"
+        return f"Dataset({self.name}: {counts}, {self.classes} classes)"
+
+    def to(self, device: torch.device | str) -> Dataset:
+        """Return the same data set on another device."""
+        parts = (self.x, self.y, self.x_test, self.y_test, self.mean, self.std)
+        x, y, x_test, y_test, mean, std = (part.to(device) for part in parts)
+        return Dataset(self.name, x, y, x_test, y_test, self.labels, mean, std)
+
+
+def _examples(x: Values, split: str) -> Tensor:
+    # A copy of an array, not a view: later changes to it must not reach a frozen data set.
+    x = torch.from_numpy(np.array(x, order="C")) if isinstance(x, np.ndarray) else x.contiguous()
+    if x.dtype != torch.uint8:
+        if not x.is_floating_point():
+            raise DataError(f"{split} examples are {x.dtype}; expected uint8 (0..255) or floating point")
+        x = x.to(torch.float32)
+    if x.dim() != 4 and not (x.dim() == 2 and x.is_floating_point()):
+        allowed = "(N, channels, height, width), or (N, features) in floating point"
+        raise DataError(f"{split} examples are {x.dtype} of shape {tuple(x.shape)}; expected {allowed}")
+    if x.numel() == 0:
+        raise DataError(f"there are no {split} examples: shape {tuple(x.shape)}")
+    if x.is_floating_point():
+        for start, chunk in _chunks(x):
+            bad = (~chunk.isfinite().flatten(1).all(1)).nonzero()
+            if len(bad):
+                raise DataError(f"{split} example {start + int(bad[0])} holds a value that is not finite")
+    return x
+
+
+def _targets(y: Values, split: str, examples: int) -> Tensor:
+    y = torch.from_numpy(np.array(y)) if isinstance(y, np.ndarray) else y
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool or y.shape != (examples,):
+        found = f"{y.dtype} of shape {tuple(y.shape)}"
+        raise DataError(f"{split} labels are {found}; expected integers of shape ({examples},)")
+    return y.to(torch.int64)
+
+
+def _chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    step = max(1, _CHUNK // x[0].numel())
+    return ((start, x[start : start + step]) for start in range(0, len(x), step))
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation per channel or feature, in two passes, since one pass loses digits."""
+    axes, shape = ((0, 2, 3), (-1, 1, 1)) if x.dim() == 4 else ((0,), (-1,))
+    scale = 255.0 if x.dtype == torch.uint8 else 1.0
+    count = x.numel() // x.shape[1]
+    mean = square = torch.zeros(1, dtype=torch.float64, device=x.device)  # grow to (channels, 1, 1)
+    for _, chunk in _chunks(x):
+        mean = mean + chunk.sum(axes, dtype=torch.float64).view(shape) / count
+    for _, chunk in _chunks(x):
+        square = square + (chunk - mean).square().sum(axes).view(shape) / count
+    std = square.sqrt()
+    # What float32 can't resolve is rounding, not variation; dividing by it would blow test examples up.
+    std = torch.where(std > 1e-7 * mean.abs(), std / scale, 1.0)
+    return (mean / scale).float(), std.float()
+
+
+def dataset(
+    name: str, x: Values, y: Values, x_test: Values, y_test: Values, labels: Sequence[str] | None = None
+) -> Dataset:
+    """Make a `Dataset` from tensors or arrays, after checking them.
+
+    Examples are (N, channels, height, width), uint8 or floating point, or (N, features) in floating point.
+    Without `labels` the classes are 0 up to the largest training label.
+
+    >>> x = torch.arange(8, dtype=torch.uint8).view(2, 1, 2, 2)
+    >>> toy = dataset("toy", x, torch.tensor([0, 1]), x, torch.tensor([1, 0]))
+    >>> toy.classes, toy.channels, toy.size
+    (2, 1, 2)
+    """
+    x, x_test = _examples(x, "training"), _examples(x_test, "test")
+    if x.shape[1:] != x_test.shape[1:] or x.dtype != x_test.dtype:
+        shapes = f"{tuple(x.shape[1:])} {x.dtype}, {tuple(x_test.shape[1:])} {x_test.dtype}"
+        raise DataError(f"training and test examples of {name} differ in shape or type: {shapes}")
+    y, y_test = _targets(y, "training", len(x)), _targets(y_test, "test", len(x_test))
+    if labels is None:
+        most = int(y.max())
+        if most >= len(y):
+            raise DataError(f"training label {most} with {len(y)} examples: count the classes from 0")
+        labels = [str(label) for label in range(most + 1)]
+    for split, values in (("training", y), ("test", y_test)):
+        bad = ((values < 0) | (values >= len(labels))).nonzero()
+        if len(bad):
+            where = f"{split} label {int(values[bad[0]])} at position {int(bad[0])}"
+            raise DataError(f"{where} is outside of the {len(labels)} classes 0..{len(labels) - 1}")
+    return Dataset(name, x, y, x_test, y_test, tuple(labels), *_moments(x))
+
+
+def normalise(x: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return (x - mean) / std in `dtype`, where uint8 stands for x / 255; computed in float32 or better.
+
+    >>> normalise(torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([0.5]), torch.tensor([0.25]))
+    tensor([-2.,  2.])
+    """
+    scale = 255.0 if x.dtype == torch.uint8 else 1.0
+    exact = torch.promote_types(dtype, torch.float32)
+    return ((x.to(exact) - scale * mean) / (scale * std)).to(dtype)
+
+
+class Crops(NamedTuple):
+    """How each example of a batch is shifted and whether it is mirrored."""
+
+    shift: Tensor  # (*shape, 2) uint8 in 0..2*padding: down and right; `padding` leaves the image in place
+    flip: Tensor  # (*shape,) bool
+
+
+def draw_crops(shape: Sequence[int], generator: torch.Generator, padding: int = 4) -> Crops:
+    """Draw a uniform shift and a fair coin's flip for each example of a batch of `shape`.
+
+    The result is on the generator's device.
+    """
+    device = generator.device
+    shift = torch.randint(2 * padding + 1, (*shape, 2), generator=generator, dtype=torch.uint8, device=device)
+    flip = torch.randint(2, tuple(shape), generator=generator, dtype=torch.uint8, device=device)
+    return Crops(shift, flip.bool())
+
+
+def _reflect(index: Tensor, length: int) -> Tensor:
+    """Reflect -padding..length-1+padding into 0..length-1, the border itself not repeated."""
+    return (length - 1) - ((length - 1) - index.abs()).abs()
+
+
+def gather(x: Tensor, rows: Tensor, crops: Crops | None = None, padding: int = 4) -> Tensor:
+    """Return x[rows] for `rows` of any shape, cropped and flipped as `crops` says; type unchanged.
+
+    A crop is what padding each side by reflection and cutting out at `crops.shift` gives, but nothing is
+    padded: the reflection is taken on the indices.
+
+    >>> x = torch.arange(12).view(1, 1, 2, 6)
+    >>> gather(x, torch.tensor([0]), Crops(torch.tensor([[1, 0]]), torch.tensor([True])), padding=1)
+    tensor([[[[ 4,  3,  2,  1,  0,  1],
+              [10,  9,  8,  7,  6,  7]]]])
+    """
+    if crops is None:
+        return x[rows]  # (*rows.shape, ...)
+    if x.dim() != 4 or min(x.shape[2:]) <= padding:
+        shape = tuple(x.shape[1:])
+        raise UsageError(f"crops need images larger than padding={padding}, found {shape}: don't augment")
+    channels, height, width = x.shape[1:]
+    down, right = (crops.shift.long() - padding).unsqueeze(-1).unbind(-2)  # (*rows.shape, 1) each
+    across = torch.arange(width, device=x.device)
+    across = torch.where(crops.flip.unsqueeze(-1), width - 1 - across, across)  # (*rows.shape, width)
+    line = _reflect(torch.arange(height, device=x.device) + down, height)  # (*rows.shape, height)
+    column = _reflect(across + right, width)  # (*rows.shape, width)
+    pixel = (line.unsqueeze(-1) * width + column.unsqueeze(-2)).flatten(-2)  # (*rows.shape, height * width)
+    # Two index operations, the second along the last axis alone: a third of the time of a single one over all axes.
+    moved = x[rows].flatten(-2).gather(-1, pixel.unsqueeze(-2).expand(*rows.shape, channels, -1))
+    return moved.unflatten(-1, (height, width))  # (*rows.shape, channels, height, width)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file to download: where from, and by which checksum it is known."""
+
+    url: str
+    checksum: str | None  # "md5:..." or "sha256:..."; None: unverified
+    source: str | None  # who published or confirmed that checksum
+
+    @property
+    def name(self) -> str:
+        """The file's own name."""
+        return self.url.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A data set that `load` knows by name."""
+
+    name: str
+    description: str
+    classes: int
+    files: tuple[File, ...] = ()  # one archive, or the data's own files
+    folder: str = "."  # what its archive unpacks to
+    marker: str = ""  # what lies in that folder; empty: there is no such folder
+
+
+_KRIZ = "https://www.cs.toronto.edu/~kriz/"
+_KRIZ_PAGE = "www.cs.toronto.edu/~kriz/cifar.html and torchvision"
+_ZALANDO = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
+_ZALANDO_PAGE = "README of github.com/zalandoresearch/fashion-mnist"
+_EDINBURGH = "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/"
+# We have no checksum from these two publishers; those below are what the named loaders compare with.
+_EDINBURGH_PAGE = "github.com/vaseline555/Federated-Learning-in-PyTorch"
+_TINY_PAGE = "github.com/ContinualAI/avalanche"
+
+_KNOWN = (
+    Known("digits", "1,797 handwritten digits, 8x8 grey; part of scikit-learn, no download", 10),
+    Known(
+        "fashion-mnist",
+        "60,000 + 10,000 articles of clothing, 28x28 grey",
+        10,
+        (
+            File(f"{_ZALANDO}train-images-idx3-ubyte.gz", "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d", _ZALANDO_PAGE),
+            File(f"{_ZALANDO}train-labels-idx1-ubyte.gz", "md5:25c81989df183df01b3e8a0aad5dffbe", _ZALANDO_PAGE),
+            File(f"{_ZALANDO}t10k-images-idx3-ubyte.gz", "md5:bef4ecab320f06d8554ea6380940ec79", _ZALANDO_PAGE),
+            File(f"{_ZALANDO}t10k-labels-idx1-ubyte.gz", "md5:bb300cfdad3c16e7a12a480ee83cd310", _ZALANDO_PAGE),
+        ),
+    ),
+    Known(
+        "cifar10",
+        "50,000 + 10,000 photographs of animals and vehicles, 32x32 colour",
+        10,
+        (File(f"{_KRIZ}cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a", _KRIZ_PAGE),),
+        "cifar-10-batches-py",
+        "batches.meta",
+    ),
+    Known(
+        "cifar100",
+        "50,000 + 10,000 photographs, 32x32 colour; 100 fine or 20 coarse classes",
+        100,
+        (File(f"{_KRIZ}cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85", "torchvision"),),
+        "cifar-100-python",
+        "meta",
+    ),
+    Known(
+        "cinic10",
+        "90,000 + 90,000 photographs in CIFAR-10's classes, 32x32 colour; its validation part is not used",
+        10,
+        (File(f"{_EDINBURGH}CINIC-10.tar.gz", "md5:6ee4d0c996905fe93221de577967a372", _EDINBURGH_PAGE),),
+        "CINIC-10",
+        "train/airplane",
+    ),
+    Known(
+        "tiny-imagenet",
+        "100,000 + 10,000 photographs, 64x64 colour; tested on its validation part",
+        200,
+        (
+            File(
+                "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+                "md5:90528d7ca1a48142e341f4ef8d21d0de",
+                _TINY_PAGE,
+            ),
+        ),
+        "tiny-imagenet-200",
+        "wnids.txt",
+    ),
+)
+KNOWN: dict[str, Known] = {known.name: known for known in _KNOWN}
+
+
+def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
+    """Return the folder that data sets lie in: `folder`, or else $UNSKEW_DATA, or else ~/.cache/unskew."""
+    return Path(folder).expanduser() if folder else cache_folder()
+
+
+def _find(known: Known, folder: Path, download: bool, progress: Progress | None) -> list[Path]:
+    """Return the unpacked folder of a known data set, or its files, fetched if they are not there."""
+    places = (folder / known.name, folder)
+    for place in (*(place / known.folder for place in places), *places):
+        if known.marker and (place / known.marker).exists():
+            return [place]
+    found = []
+    for file in known.files:
+        names = (file.name, file.name.replace("ubyte.gz", "ubyte"))  # some browsers unpack these
+        here = [place / name for place in places for name in names if (place / name).is_file()]
+        target = places[0] / file.name
+        if not here and not download:
+            raise DataError(f"{known.name} is not there: put {file.url} at {target.absolute()}")
+        found.append(here[0] if here else fetch(file.url, target, file.checksum, progress))
+    return found
+
+
+def _read(known: Known, folder: Path, labels: str, size: int | None, paths: list[Path]) -> readers.Arrays:
+    cache = folder / "decoded"
+    match known.name:
+        case "digits":
+            return readers.digits()
+        case "fashion-mnist":
+            return readers.fashion_mnist(paths)
+        case "cifar10" | "cifar100":
+            return readers.cifar(paths[0], known.name, labels)
+        case "cinic10":
+            return readers.cinic10(paths[0], cache, size)
+        case _:
+            return readers.tiny_imagenet(paths[0], cache, size)
+
+
+def channels_first(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a reader's images, channels last or none, as (N, channels, height, width); vectors as they are."""
+    return x[:, None] if x.ndim == 3 else np.moveaxis(x, 3, 1) if x.ndim == 4 else x
+
+
+def load(
+    name: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    labels: str = "fine",
+    size: int | None = None,
+    download: bool = True,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Load a known data set by name, or your own from a path to a .npz file or a folder of class folders.
+
+    A known data set is looked for in `folder`/<name> and in `folder`, unpacked or as the official archive,
+    and otherwise downloaded; `folder` is $UNSKEW_DATA or ~/.cache/unskew by default. `labels="coarse"` takes
+    CIFAR-100's 20 coarse classes. Data that come as image files (folders, cinic10, tiny-imagenet) are scaled
+    to size x size if `size` is given, decoded once and kept in `folder`/decoded. Known names come first: a
+    folder of yours called digits is `./digits`.
+
+    >>> load("digits")
+    Dataset(digits: 1438 + 359 examples of 1x8x8 uint8, 10 classes)
+    """
+    place = data_folder(folder)
+    path = Path(name).expanduser()
+    known = KNOWN.get(str(name))
+    if known is None and not path.exists():
+        try:
+            lookup("data set", str(name), KNOWN)
+        except UsageError as error:
+            paths = "or a path to a .npz file or to a folder of class folders"
+            raise UsageError(f"{error}, {paths}; {path.absolute()} does not exist") from None
+    if labels not in ("fine", "coarse") or (labels == "coarse" and name != "cifar100"):
+        raise UsageError(f"labels={labels!r}: cifar100 has 'fine' and 'coarse', all other data sets 'fine'")
+    scalable = path.is_dir() if known is None else name in ("cinic10", "tiny-imagenet")
+    if size is not None and (size < 1 or not scalable):
+        raise UsageError(f"size={size} for {name}: 1 or more, and only for data that come as image files")
+    sources = [path] if known is None else _find(known, place, download, progress)
+    where = name if not sources else sources[0] if len(sources) == 1 else sources[0].parent
+    with reading(where, "can't be used"):
+        if known is not None:
+            arrays = _read(known, place, labels, size, sources)
+        elif path.is_dir():
+            arrays = readers.class_folders(path, place / "decoded", size)
+        else:
+            arrays = readers.npz(path)
+        title = known.name if known else path.absolute().name.removesuffix(".npz")
+        x, x_test = channels_first(arrays.x), channels_first(arrays.x_test)
+        return dataset(title, x, arrays.y, x_test, arrays.y_test, arrays.labels)

@@ -1,0 +1,235 @@
+"""Partitions: how a data set is cut into clients (CCVR 5.1 and appendix E.1; SphereFed 5.1).
+
+A partition is a function `(labels, rng) -> indices per client`; the factories below make them. Every example goes to
+exactly one client. `federate` applies one to a data set with the cut's own seed, so that the cut can stay fixed while
+everything else about a run changes. `table` counts classes per client.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.datasets import Dataset
+from unskew.errors import PART, UsageError, check_number
+from unskew.seeds import rng
+
+Partition = Callable[[np.ndarray, np.random.Generator], list[np.ndarray]]  # labels -> indices per client
+
+ATTEMPTS = 1000  # redraws before a partition gives up on `min_size`
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A data set and the training examples that each client holds."""
+
+    data: Dataset
+    clients: tuple[Tensor, ...]  # indices into data.x, one vector per client
+    tests: tuple[Tensor, ...] = ()  # likewise what each client holds out for its personal model, if any does
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Examples per client."""
+        return tuple(len(indices) for indices in self.clients)
+
+
+def federate(data: Dataset, partition: Partition, cut_seed: int = 0, held_out: float = 0.0) -> Federation:
+    """Cut the training examples of `data`; equal labels, partition and seed give the equal cut.
+
+    With `held_out` above 0, for personal models: training and test examples are merged and cut, then each client holds
+    out this share of its own, at least one example if it has two (SphereFed, appendix B). What all hold out together
+    are the test examples of the federation's data.
+    """
+    if held_out == 0:
+        parts = partition(data.y.cpu().numpy(), rng(cut_seed, "cut"))
+        return Federation(data, _indices(parts, data))
+    check_number("held_out", held_out, PART)
+    x, y = torch.cat([data.x, data.x_test]), torch.cat([data.y, data.y_test])
+    kept, tests = [], []
+    for client, part in enumerate(partition(y.cpu().numpy(), rng(cut_seed, "cut"))):
+        number = min(max(1, math.floor(held_out * len(part) + 0.5)), len(part) - 1)
+        mixed = rng(cut_seed, "held out", client).permutation(part)
+        tests.append(np.sort(mixed[:number]))
+        kept.append(np.sort(mixed[number:]))
+    held = _indices(tests, data)
+    data = replace(data, x=x, y=y, x_test=x[torch.cat(held)], y_test=y[torch.cat(held)])
+    return Federation(data, _indices(kept, data), held)
+
+
+def _indices(parts: list[np.ndarray], data: Dataset) -> tuple[Tensor, ...]:
+    return tuple(torch.from_numpy(part).to(data.y.device) for part in parts)
+
+
+def table(labels: np.ndarray | Tensor, parts: list[np.ndarray] | tuple[Tensor, ...], classes: int) -> np.ndarray:
+    """Examples of each class at each client: (clients, classes)."""
+    labels = np.asarray(labels)
+    return np.stack([np.bincount(labels[np.asarray(part)], minlength=classes) for part in parts])
+
+
+def iid(clients: int) -> Partition:
+    """Equal shares of a random permutation."""
+
+    def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        _enough(labels, clients, 1)
+        return _sorted(np.array_split(rng.permutation(len(labels)), clients))
+
+    return cut
+
+
+def dirichlet(clients: int, alpha: float, min_size: int = 1, balance: bool = False) -> Partition:
+    r"""For each class i draw p_i ~ Dir_K(alpha) and give client k a share p_{i,k} of its examples.
+
+    K is `clients`. This is the rule that CCVR 5.1 states. With `balance`, a client that already holds N / K examples
+    gets no more of the classes that follow, as the public code under that recipe does (it also asks for
+    `min_size=10`); clients then differ far less in size. Redrawn until every client has `min_size` examples.
+
+    >>> parts = dirichlet(3, alpha=0.5)(np.repeat([0, 1], 50), np.random.default_rng(0))
+    >>> sum(len(part) for part in parts)
+    100
+    """
+    if not alpha > 0 or not np.isfinite(alpha):
+        raise UsageError(f"alpha is {alpha}: it must be a number above 0 (0.1 is very skewed, 100 nearly even)")
+
+    def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        _enough(labels, clients, min_size)
+
+        def draw() -> list[np.ndarray]:
+            parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+            held = np.zeros(clients, dtype=np.int64)
+            for label in np.unique(labels):
+                members = rng.permutation(np.flatnonzero(labels == label))
+                share = rng.dirichlet(np.full(clients, alpha))
+                if balance:
+                    room = (held < len(labels) / clients).astype(float)
+                    share = share * room if (share * room).sum() > 0 else room
+                    share = share / share.sum()
+                ends = np.rint(np.cumsum(share) * len(members)).astype(np.int64)
+                for client, piece in enumerate(np.split(members, ends[:-1])):
+                    parts[client].append(piece)
+                    held[client] += len(piece)
+            return [np.concatenate(pieces) for pieces in parts]
+
+        return _redraw(draw, min_size, f"dirichlet(clients={clients}, alpha={alpha})", "raise alpha")
+
+    return cut
+
+
+def shards(clients: int, per_client: int = 2) -> Partition:
+    """Sort by label, cut into `clients * per_client` equal shards, deal each client `per_client` of them.
+
+    The cut of McMahan et al. 2017: a client sees about `per_client` classes.
+    """
+    if per_client < 1:
+        raise UsageError(f"per_client is {per_client}: each client needs at least 1 shard")
+
+    def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        _enough(labels, clients, per_client)
+        order = rng.permutation(len(labels))
+        order = order[np.argsort(labels[order], kind="stable")]  # by label, random within a label
+        pieces = np.array_split(order, clients * per_client)
+        deal = rng.permutation(len(pieces)).reshape(clients, per_client)
+        return _sorted([np.concatenate([pieces[shard] for shard in hand]) for hand in deal])
+
+    return cut
+
+
+def classes(clients: int, per_client: int = 2) -> Partition:
+    """Each client holds exactly `per_client` classes; a class is shared evenly by the clients that hold it.
+
+    Classes are dealt so that each is held by nearly the same number of clients. Every class must be held by someone:
+    `clients * per_client` must be at least the number of classes.
+    """
+
+    def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        _enough(labels, clients, 1)
+        present = np.unique(labels)
+        if not 1 <= per_client <= len(present):
+            raise UsageError(f"per_client is {per_client}: allowed are 1 to {len(present)}, the classes in the data")
+        if clients * per_client < len(present):
+            raise UsageError(
+                f"{clients} clients with {per_client} classes each can't hold all {len(present)} classes: "
+                f"use at least {-(-len(present) // per_client)} clients or more classes per client"
+            )
+        holders: dict[int, list[int]] = {int(label): [] for label in present}
+        for client in rng.permutation(clients):
+            # the least held classes first, ties at random, so that all are held and evenly
+            order = sorted(rng.permutation(present), key=lambda label: len(holders[int(label)]))
+            for label in order[:per_client]:
+                holders[int(label)].append(int(client))
+        parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+        for label, holding in holders.items():
+            members = rng.permutation(np.flatnonzero(labels == label))
+            if len(members) < len(holding):
+                raise UsageError(
+                    f"class {label} has {len(members)} examples for {len(holding)} clients: "
+                    "use fewer clients or fewer classes per client"
+                )
+            for client, piece in zip(holding, np.array_split(members, len(holding)), strict=True):
+                parts[client].append(piece)
+        return _sorted([np.concatenate(pieces) for pieces in parts])
+
+    return cut
+
+
+def quantity(clients: int, alpha: float, min_size: int = 1) -> Partition:
+    """Clients differ in size alone: sizes ~ Dir_K(alpha), labels at random."""
+    if not alpha > 0 or not np.isfinite(alpha):
+        raise UsageError(f"alpha is {alpha}: it must be a number above 0 (small means very unequal sizes)")
+
+    def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        _enough(labels, clients, min_size)
+
+        def draw() -> list[np.ndarray]:
+            ends = np.rint(np.cumsum(rng.dirichlet(np.full(clients, alpha))) * len(labels)).astype(np.int64)
+            return np.split(rng.permutation(len(labels)), ends[:-1])
+
+        return _redraw(draw, min_size, f"quantity(clients={clients}, alpha={alpha})", "raise alpha")
+
+    return cut
+
+
+def _enough(labels: np.ndarray, clients: int, min_size: int) -> None:
+    """Refuse a number of clients that the examples can't fill."""
+    if clients < 1:
+        raise UsageError(f"clients is {clients}: there must be at least 1")
+    if min_size < 1:
+        raise UsageError(f"min_size is {min_size}: a client needs at least 1 example")
+    if clients * min_size > len(labels):
+        raise UsageError(
+            f"{clients} clients of at least {min_size} examples need {clients * min_size}, "
+            f"but there are {len(labels)}: use fewer clients"
+        )
+
+
+def _redraw(draw: Callable[[], list[np.ndarray]], min_size: int, what: str, remedy: str) -> list[np.ndarray]:
+    """Draw until every client has `min_size` examples."""
+    smallest = 0
+    for _ in range(ATTEMPTS):
+        parts = draw()
+        if min(map(len, parts)) >= min_size:
+            return _sorted(parts)
+        smallest = max(smallest, min(map(len, parts)))
+    raise UsageError(
+        f"{what} left some client below min_size={min_size} in {ATTEMPTS} draws "
+        f"(the best draw's smallest client had {smallest}): {remedy}, lower min_size, or use fewer clients"
+    )
+
+
+def _sorted(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Ascending indices per client: the order inside a client carries no meaning."""
+    return [np.sort(part).astype(np.int64) for part in parts]
+
+
+partitions: dict[str, Callable[..., Partition]] = {
+    "iid": iid,
+    "dirichlet": dirichlet,
+    "shards": shards,
+    "classes": classes,
+    "quantity": quantity,
+}

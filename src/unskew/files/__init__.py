@@ -1,0 +1,1 @@
+"""Files: limits, checked reading, sealed and atomic writing, streams, locks, downloads, signatures."""

@@ -1,0 +1,1 @@
+"""Federated methods as values, and their names."""

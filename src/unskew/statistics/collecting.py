@@ -1,0 +1,152 @@
+"""Collecting: the moments of a client's features, from the model that all share and batches of its own examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from unskew.errors import COUNT, UsageError, check_number, expect
+from unskew.files.writing import seal
+from unskew.models.inputs import described, joined, parts_of
+from unskew.models.networks import Split, evaluating
+from unskew.models.programs import split_program
+from unskew.models.running import Runner, in_type_of
+from unskew.models.transforms import Transform
+from unskew.statistics.moments import ROWS, FeatureStats
+from unskew.statistics.origin import Origin
+from unskew.tree import Tree
+
+BYTES = 8 * 2**20  # of features that wait to be added together, at most: fewer, larger products
+ON_GPU = 16  # times as many on a GPU, where each product is a call of its own
+
+
+def collect(
+    model: Split,
+    batches: Iterable[tuple[Any, Tensor]],
+    classes: int,
+    form: str = "class",
+    transform: str = "identity",
+    *,
+    held_out: float = 0.0,
+    origin: Origin | None = None,
+    watch: Callable[[Tensor, Tensor], None] | None = None,
+) -> FeatureStats:
+    """All that a client has to call: the moments of its features, from batches of (inputs, labels).
+
+    Inputs are what the model takes: a tensor or, for one that `split` has cut, also a tuple or a mapping of arguments.
+    The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time (on a GPU 16
+    times as many), and every module's mode is as before afterwards. An iterable without batches gives statistics of
+    zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
+    `holding_out`. `origin` says what else is known of the data. `watch` is shown the features and the labels of each
+    batch, to score a head on the way, say.
+    """
+    expect("model", model, Split, "cut it first: split(module, example)")
+    check_number("classes", classes, COUNT)
+    classes, origin = int(classes), origin or Origin()
+    width = Transform(transform).width(model.dimension)
+    home = next(model.parameters(), torch.empty(0)).device
+    total = FeatureStats.zero(classes, width, form, transform, bool(held_out), home if home.type == "cuda" else "cpu")
+    waiting, examples = list[tuple[Tensor, Tensor, Tensor]](), 0
+    lines = set[str | None]()
+    rows = max(64, min(ROWS, BYTES // (8 * max(width, model.dimension))))
+
+    def include() -> None:
+        nonlocal total
+        z, y, held = map(torch.cat, zip(*waiting, strict=True))
+        total = total.to(z.device)
+        total._include(z, y.to(z.device), held.to(z.device) if held_out else None)
+        waiting.clear()
+
+    with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as aside:
+        run = Runner(model.features)
+        digest = aside.submit(seal, _feature_weights(model), {})  # while features are computed
+        for x, y, held in holding_out(batches, held_out):
+            x = in_type_of(model.features, x)
+            z = run(x, len(y))
+            z = z.cpu() if z.device.type == "mps" else z  # which has no float64
+            z = z.clone() if z.untyped_storage().nbytes() > z.nbytes else z  # the rest of it need not wait
+            if watch is not None:
+                watch(z, y.to(z.device))
+            waiting.append((z, y, held))
+            examples += len(y)
+            if examples >= rows * (ON_GPU if z.is_cuda else 1):
+                include()
+                examples = 0
+            lines.add(described(x, len(y)))
+        if waiting:
+            include()
+    total._check_known()
+    inputs = joined(lines) or origin.inputs
+    origin = replace(origin, layer=model.layer, weights=digest.result(), inputs=inputs)
+    return replace(total, origin=origin)
+
+
+def holding_out(
+    batches: Iterable[tuple[Any, Tensor]], share: float, seed: int = 0
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """The batches, and which of their examples are held out: by lot, the same ones whenever the data come in the same
+    order.
+    """
+    if not 0 <= share < 1:
+        raise UsageError(f"held_out is {share}: it must be at least 0 and below 1")
+    draw = torch.Generator().manual_seed(seed)
+    for x, y in map(_checked, batches):
+        held = torch.rand(len(y), generator=draw) < share if share else torch.zeros(len(y), dtype=torch.bool)
+        yield x, y, held
+
+
+def _checked(batch: Any) -> tuple[Any, Tensor]:
+    """The inputs and the labels of a batch, or a refusal of what is none."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise UsageError(f"a batch is {_kind(batch)}: it must be a pair of inputs and labels")
+    x, y = batch
+    for name, value in (*(("inputs", value) for _, value in parts_of(x)), ("labels", y)):
+        if isinstance(value, np.ndarray) or (name == "labels" and not isinstance(value, Tensor)):
+            raise UsageError(f"the {name} of a batch are {_kind(value)}, not a tensor: torch.as_tensor makes one")
+    if y.ndim != 1 or y.is_floating_point() or y.dtype == torch.bool:
+        told = f"{tuple(y.shape)}, {str(y.dtype).removeprefix('torch.')}"
+        raise UsageError(f"the labels of a batch are {told}: they must be (n,), whole numbers")
+    return x, y.long()
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, tuple | list) else ''}"
+
+
+def weights_digest(model: Split) -> str:
+    """A digest of the weights that make the features: equal for equal weights, whatever the classifier."""
+    return seal(_feature_weights(model), {})
+
+
+def digests_before(module: nn.Module, layer: str | None) -> set[str]:
+    """What `weights_digest` can be of a module that is still to be cut before a layer, by its name: nothing is run.
+
+    Of several layers the names are joined by +. A `Split` is cut already, though it may be cut by a name once more.
+    """
+    found = {weights_digest(module)} if isinstance(module, Split) else set()
+    if isinstance(module, fx.GraphModule) and not any(isinstance(part, nn.Linear) for part in module.modules()):
+        return {weights_digest(split_program(module, None, None))}  # its graph shows its last layer
+    parts = dict(module.named_modules(remove_duplicate=False))
+    named = [layer] if layer in parts else (layer or "").split("+")
+    if layer is None or any(name not in parts for name in named):
+        return found
+    taken = [name for name, part in parts.items() if any(part is parts[one] for one in named)]  # it may have two names
+    starts = tuple(f"{name}." if name else "" for name in taken)
+    rest = {f"module.{name}": value for name, value in module.state_dict().items() if not name.startswith(starts)}
+    return found | {seal(_counted(rest), {})}
+
+
+def _counted(weights: Mapping[str, Tensor]) -> Tree:
+    """The weights that make features, on the CPU: not how many batches were seen."""
+    return {name: value.cpu() for name, value in weights.items() if not name.endswith("num_batches_tracked")}
+
+
+def _feature_weights(model: Split) -> Tree:
+    """The weights that make the features, on the CPU."""
+    return _counted(model.features.state_dict())

@@ -1,0 +1,1 @@
+"""The machine: threads, memory and devices; processes that work for this one, and being told to stop."""

@@ -1,0 +1,1 @@
+"""Federated training: the local step, rounds, engines, personal models, costs."""

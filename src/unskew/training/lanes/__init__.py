@@ -1,0 +1,1 @@
+"""Lanes: many clients of many runs trained by one batched step."""
