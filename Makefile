@@ -16,12 +16,14 @@ test: $(VENV)/.developing  ## formatting, lint, types and tests: under 6 minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-all: $(VENV)/.developing  ## the same, with the large products of cases and the wheel
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -n 2
 	$(MAKE) test-models
 	$(MAKE) wheel

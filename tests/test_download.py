@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from unskew.cli.console import download_bar
 from unskew.errors import DataError, UsageError
 from unskew.files import download
 
@@ -188,7 +189,7 @@ def test_a_full_disk_leaves_the_old_file(server, tmp_path, monkeypatch):
 
 
 def test_the_bar_takes_progress_with_and_without_a_total(capsys):
-    with download.bar("some file") as progress:
+    with download_bar("some file") as progress:
         progress(10, None)
         progress(100, 100)
     assert "some file" in capsys.readouterr().err

@@ -23,7 +23,16 @@ from typing import Any, NamedTuple
 from rich import box, table as drawn
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from unskew.errors import shortened
 from unskew.files.writing import Record
@@ -86,6 +95,27 @@ def display(*columns: ProgressColumn, quiet: bool = False) -> Progress:
 def text_column(shown: str) -> TextColumn:
     """A column of a bar that shows a text as it is."""
     return TextColumn(shown, markup=False)
+
+
+@contextlib.contextmanager
+def download_bar(description: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Give a progress function for `unskew.files.download.fetch`, which draws a bar on standard error.
+
+    `with download_bar("cifar10") as progress: fetch(url, path, progress=progress)`
+    """
+    columns = (text_column("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    shown = display(*columns, TimeRemainingColumn())
+    task = shown.add_task(printable(description), total=None)
+
+    def progress(done: int, total: int | None) -> None:
+        shown.start()  # with the first bytes: nothing is drawn where nothing is fetched
+        shown.update(task, completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        if shown.live.is_started:
+            shown.stop()
 
 
 @contextlib.contextmanager

@@ -220,14 +220,14 @@ def _name(experiment: Experiment) -> str:
 
 def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) -> list[Record]:
     """Run an experiment, showing how it goes, and plot it; if it is stopped or can't write, say how to go on."""
+    from unskew.cli.console import download_bar
     from unskew.cli.plots import run_plots
     from unskew.experiments.folder import holds_run
     from unskew.experiments.runner import run
-    from unskew.files.download import bar
 
     records: list[Record] = []
     try:
-        with bar(f"downloading {experiment.data}") as progress:
+        with download_bar(f"downloading {experiment.data}") as progress:
             usage = Usage()
             running = run(experiment, out, resume, progress, usage)
             records.extend(map(_printed, running) if as_json else _watched(running, experiment.rounds, usage))

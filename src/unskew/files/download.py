@@ -3,7 +3,7 @@
 `fetch` collects a file in `<name>.part`, goes on where an earlier try stopped, compares length and published
 checksum, and only then gives the file its name, so that whatever bears that name is complete. It uses the
 standard library alone: what a dependency would add (retries, sessions) is not needed for a few archives.
-Order of the parts: the checksum of a file, the transfer, the two together, a progress bar.
+Order of the parts: the checksum of a file, the transfer, the two together.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
@@ -140,28 +139,3 @@ def _check(url: str, part: Path, path: Path, checksum: str | None) -> None:
             f"{path}: downloaded from {url}, expected {checksum}, got {found}; the download was deleted. "
             "Try again; if it stays so, the file on the server has changed."
         )
-
-
-@contextmanager
-def bar(description: str) -> Iterator[Progress]:
-    """Give a progress function for `fetch` which draws a bar on standard error.
-
-    `with bar("cifar10") as progress: fetch(url, path, progress=progress)`
-    """
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from unskew.cli.console import display, printable, text_column
-
-    columns = (text_column("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    shown = display(*columns, TimeRemainingColumn())
-    task = shown.add_task(printable(description), total=None)
-
-    def progress(done: int, total: int | None) -> None:
-        shown.start()  # with the first bytes: nothing is drawn where nothing is fetched
-        shown.update(task, completed=done, total=total)
-
-    try:
-        yield progress
-    finally:
-        if shown.live.is_started:
-            shown.stop()
