@@ -32,7 +32,7 @@ test-adversary: $(VENV)/.developing  ## 20,000 mutated files, lying sites, 200 k
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m adversary --mutants 20000 --kills 200 --out $(CURDIR)/docs/promises.md
 
 test-models: build/models/.installed  ## what needs torchvision, timm, transformers or pyarrow, in an environment of its own
-	build/models/bin/python -m pytest -n 2 tests/test_zoo.py tests/test_foreign.py tests/test_foreign_preparation.py tests/test_images.py tests/test_sites.py
+	build/models/bin/python -m pytest -n 2 tests/models/test_zoo.py tests/models/test_foreign.py tests/models/test_foreign_preparation.py tests/data/test_images.py tests/data/test_sites.py
 
 build/models/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/models
@@ -64,7 +64,7 @@ format: $(VENV)/.developing  ## put the code into its form
 	$(BIN)/ruff check --fix .
 
 golden: $(VENV)/.developing  ## write the stored results of tests/golden anew, for review in the diff
-	$(BIN)/python tests/test_golden.py
+	PYTHONPATH=tests $(BIN)/python tests/golden/test_golden.py
 
 wheel: $(VENV)/.developing  ## build the wheel, install it into an environment of its own and run it there
 	rm -rf dist build/wheel && $(BIN)/python -m build --wheel --outdir dist .
