@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test test-all test-models test-adversary bench format golden wheel clean
+.PHONY: help demo test test-all test-models test-adversary bench format mutants golden wheel clean
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -62,6 +62,9 @@ bench-gpu: $(VENV)/.developing
 format: $(VENV)/.developing  ## put the code into its form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+mutants: $(VENV)/.developing  ## put small mistakes into a copy of the sources: do the tests notice? A quarter of an hour
+	$(BIN)/python tests/mutants.py --jobs 2
 
 golden: $(VENV)/.developing  ## write the stored results of tests/golden anew, for review in the diff
 	PYTHONPATH=tests $(BIN)/python tests/golden/test_golden.py
