@@ -1,7 +1,9 @@
 """The methods that the tests walk: every base method, on every head policy, and the personal ones."""
 
+import itertools
 from dataclasses import replace
 
+from helpers.pairs import pairwise
 from helpers.toys import toy_model
 from unskew.methods.algorithms import (
     alternating,
@@ -80,6 +82,27 @@ ODD = {
 }
 
 METHODS = {**PRODUCT, **COMPOSED, **ODD}
+
+PARTS = {name: (name, "") for name in METHODS} | {
+    f"{name}, {policy}": (name, policy) for name in (*PAPERS, "feddyn") for policy in POLICIES
+}  # base and policy
+
+FEW = [*PRODUCT, *map(", ".join, zip((*PAPERS, "feddyn"), itertools.cycle(POLICIES), strict=False)), *ODD]
+"""Every base method, each policy on two of them, and the odd ones."""
+
+NORMS = ("group", "batch", "none")
+
+SETTINGS = {
+    "few take part": {"fraction": 0.5, "rounds": 5}, "steps": {"steps": 3}, "one batch": {"batch": 64},
+    "augmented": {"augment": True}, "no momentum": {"momentum": 0.0},
+}  # fmt: skip
+
+
+def sample(*factors):
+    """Cases of a method and values of some factors: of a base, a policy and these values any two meet in a case."""
+    names = {parts: name for name, parts in PARTS.items()}
+    rows = [(*PARTS[name], *values) for name, *values in itertools.product(METHODS, *factors)]
+    return [(names[base, policy], *values) for base, policy, *values in pairwise(rows)]
 
 
 def model_for(name, norm):

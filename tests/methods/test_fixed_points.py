@@ -3,13 +3,15 @@
 Batches hold whole clients, so that nothing is random; clients differ in their data, sizes and numbers of steps.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from helpers import problem
-from helpers.methods import METHODS, POLICIES, momentum_of_absolutes
+from helpers.methods import METHODS, POLICIES, momentum_of_absolutes, sample
 from helpers.problem import SHARES, Local, Rule, examples, slope
 from unskew.methods.algorithms import (
     alternating,
@@ -133,20 +135,20 @@ COMPOSED = {
 QUADRATIC = {**BASES, **ODD, **COMPOSED}
 
 
-ROOTS = ("fedavg", "fednova", "scaffold", "fednova, proximal")  # without momentum `make test` takes these alone
+LOCALS = {"plain": PLAIN, "momentum": HEAVY}
+QUICK = [  # `make test` takes these alone
+    ("fednova, proximal", "plain"),
+    *itertools.product(("fedavg", "fedadam", "fednova", "scaffold", "feddyn"), ["momentum"]),
+    ("fednova, proximal twice, in turns", "momentum"),
+]
+CASES = [case for case in sample(LOCALS) if case[0] in QUADRATIC]
 
 
 @pytest.mark.parametrize(
-    ("name", "local"),
-    [
-        pytest.param(name, local, id=f"{name}, {words}", marks=[] if quick else pytest.mark.slow)
-        for local, words, few in ((PLAIN, "plain", ROOTS), (HEAVY, "momentum", {**BASES, **ODD}))
-        for name in QUADRATIC
-        for quick in [name in few]
-    ],
+    ("name", "words"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
 )
-def test_it_ends_where_its_docstring_says(name, local):
-    algorithm, rule = QUADRATIC[name]
+def test_it_ends_where_its_docstring_says(name, words):
+    (algorithm, rule), local = QUADRATIC[name], LOCALS[words]
     model = problem.network()
     gradients = problem.gradients(FEDERATION, model, DECAY)
     start = problem.vector(model.state_dict())
@@ -161,7 +163,13 @@ def test_it_ends_where_its_docstring_says(name, local):
 @pytest.mark.parametrize(
     "local", [pytest.param(PLAIN, marks=pytest.mark.slow), HEAVY._replace(lr=0.05)], ids=["plain", "momentum"]
 )
-@pytest.mark.parametrize("name", ["scaffold", "scaffold-equal", "scaffold, proximal", "feddyn", "feddyn, proximal"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("scaffold", "feddyn, proximal") else pytest.mark.slow)
+        for name in ("scaffold", "scaffold-equal", "scaffold, proximal", "feddyn", "feddyn, proximal")
+    ],
+)
 def test_corrected_methods_end_at_their_optimum_when_one_client_of_three_trains(name, local):
     algorithm, rule = QUADRATIC[name]
     model = problem.network()

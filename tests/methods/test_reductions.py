@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from helpers.methods import METHODS, PAPERS, POLICIES, PRODUCT, model_for
+from helpers.methods import FEW, METHODS, PAPERS, POLICIES, PRODUCT, model_for
 from helpers.rounds import everything, gap
 from helpers.toys import toy_data, toy_model
 from unskew.calibration.heads import calibrate, ffc
@@ -47,7 +47,9 @@ def test_proximal_of_strength_zero_is_its_base(ragged):
     assert gap(last(fedprox(0.1), ragged), last(fedavg(), ragged)) > 1e-4
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW[::2] else pytest.mark.slow) for name in METHODS]
+)
 def test_server_without_momentum_is_its_base_for_every_base(name, ragged):
     base = METHODS[name]
     model = model_for(name, "batch")
