@@ -37,6 +37,7 @@ class Mutant(NamedTuple):
 
 
 STATISTICS, DOUBTS = "statistics/test_statistics.py", "statistics/test_doubts.py"
+SCRUTINY = "statistics/test_scrutiny.py"
 HEADS, RIDGE = "calibration/test_heads.py", "calibration/test_ridge.py"
 ENGINE, EQUATIONS = "training/test_engine.py", "methods/test_equations.py"
 ANSWERS, TASKS = "conversation/test_answers.py", "conversation/test_tasks.py"
@@ -70,20 +71,20 @@ MUTANTS = [
     Mutant("statistics", "range(0, len(matrix), 256)", "range(0, min(len(matrix), 256), 256)", STATISTICS),
     Mutant("statistics", "row * (row - 1) // 2", "row * (row + 1) // 2", STATISTICS),
     # ------------------------------------------------------------------------------------------ scrutiny, doubts
-    Mutant("statistics", "((rows <= 1) & (squares", "((rows < 1) & (squares", f"{DOUBTS} -k one_example"),
-    Mutant("statistics", "not 0 <= right <= examples:", "not 0 <= right <= examples + 1:", f"{DOUBTS} -k counts_have"),
-    Mutant("statistics", " - float(squares.square().sum())) / trace", ") / trace", f"{DOUBTS} -k few_directions"),
+    Mutant("statistics", "((rows <= 1) & (squares", "((rows < 1) & (squares", SCRUTINY),
+    Mutant("statistics", "not 0 <= right <= examples:", "not 0 <= right <= examples + 1:", SCRUTINY),
+    Mutant("statistics", " - float(squares.square().sum())) / trace", ") / trace", SCRUTINY),
     Mutant("statistics", "return float((self.counts - 1).clamp", "return float(self.counts.clamp",
-           f"{DOUBTS} -k few_features"),
+           SCRUTINY),
     Mutant("statistics", "torch.minimum(counts, 2 * median)", "torch.minimum(counts, 2000 * median)",
-           f"{DOUBTS} -k who_lies"),
+           SCRUTINY),
     Mutant("statistics", "if found.negative > NEGATIVE:", "if found.negative > 50 * NEGATIVE:",
-           f"{DOUBTS} -k who_lies"),
-    Mutant("statistics", "(HALF if len(examples) > 2", "(HALF if len(examples) > 1", f"{DOUBTS} -k inflated"),
+           f"{DOUBTS} -k who_lies_is_refused_and_nobody_else"),
+    Mutant("statistics", "(HALF if len(examples) > 2", "(HALF if len(examples) > 1", SCRUTINY),
     Mutant("statistics", "for doubt in doubts if doubt.severity == IMPOSSIBLE]\n",
            "for doubt in doubts if doubt.severity == IMPOSSIBLE and doubt.site not in accepted]\n",
            f"{DOUBTS} -k cant_be_accepted"),
-    Mutant("statistics", "(1 + 1 / site.free) + 1 / site.free)", "(1 + 1 / site.free))", f"{DOUBTS} -k any_mix"),
+    Mutant("statistics", "(1 + 1 / site.free) + 1 / site.free)", "(1 + 1 / site.free))", SCRUTINY),
     Mutant("statistics", "        others[number] = 0\n", "", f"{DOUBTS} -k two_sites"),
     # ------------------------------------------------------------------------------------------ heads
     Mutant("calibration", "torch.maximum((samples * share).round(), present.double())", "(samples * share).round()",
