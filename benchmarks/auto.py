@@ -23,9 +23,10 @@ from lanes import plain_loop
 from unskew import build, dirichlet, fedavg, federate
 from unskew.data.datasets import dataset
 from unskew.system.machine import threads
-from unskew.training.engines.choice import pick
+from unskew.training.engines.auto import pick
 from unskew.training.engines.workers import known_engines
-from unskew.training.simulate import Training, rounds_of
+from unskew.training.simulate import rounds_of
+from unskew.training.training import Training
 
 CASES = {"small-cnn, batch 32": ("small-cnn", 1, 8, 32), "cnn, batch 10": ("cnn", 3, 32, 10),
          "cnn, batch 64": ("cnn", 3, 32, 64)}  # fmt: skip

@@ -24,10 +24,11 @@ from unskew.data.datasets import Dataset, dataset, gather, normalise
 from unskew.data.partition import Partition, dirichlet, federate, iid
 from unskew.methods.algorithms import fedavg, fedprox, moon, scaffold
 from unskew.models.networks import Split, build
-from unskew.training.lanes.dispatch import train_on_lanes
-from unskew.training.lanes.lanes import Lanes, precise
-from unskew.training.lanes.timetable import Usage
-from unskew.training.simulate import Training
+from unskew.training.engines.lanes.buffers import Lanes
+from unskew.training.engines.lanes.engine import train_on_lanes
+from unskew.training.engines.lanes.step import precise
+from unskew.training.engines.lanes.timetable import Usage
+from unskew.training.training import Training
 
 METHODS = {"fedavg": fedavg, "fedprox": fedprox, "moon": moon, "scaffold": scaffold}
 

@@ -10,9 +10,9 @@ from unskew.methods.algorithms import fedadam, fedavg, frozen_head, keep_local, 
 from unskew.models.networks import body, build, head
 from unskew.models.variants import spherical
 from unskew.statistics.moments import FeatureStats
+from unskew.training.aggregate import plain_sum
 from unskew.training.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.training.simulate import train
-from unskew.training.sums import plain_sum
 
 
 @pytest.mark.parametrize("name", METHODS)

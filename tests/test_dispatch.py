@@ -21,12 +21,13 @@ from unskew.errors import UsageError
 from unskew.methods.algorithms import fedavg, fedavgm, feddyn, fednova, fedprox, keep_local, moon, scaffold
 from unskew.methods.optim import cosine
 from unskew.models.networks import Split, body, build
-from unskew.training.engine import sequential
-from unskew.training.lanes.dispatch import check_shareable, program, train_on_lanes
-from unskew.training.lanes.kernels import FusedConv, fused
-from unskew.training.lanes.lanes import Lanes
-from unskew.training.lanes.timetable import Usage
-from unskew.training.simulate import Diverged, Round, Training, train
+from unskew.training.engines.lanes.buffers import Lanes
+from unskew.training.engines.lanes.engine import check_shareable, program, train_on_lanes
+from unskew.training.engines.lanes.fused.layer import FusedConv, fused
+from unskew.training.engines.lanes.timetable import Usage
+from unskew.training.engines.sequential import sequential
+from unskew.training.simulate import train
+from unskew.training.training import Diverged, Round, Training
 
 
 def pair(name, federation, norm, lanes, **options):

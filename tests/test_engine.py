@@ -17,9 +17,14 @@ from unskew.methods.algorithms import alternating, fedavg, fedopt, moon, proxima
 from unskew.methods.optim import SGD, momentum
 from unskew.models.evaluate import batches
 from unskew.models.networks import Split, body
-from unskew.training.engine import Cohort, batched, enter, installed, network, plan, sequential
-from unskew.training.simulate import cohort_of, train
-from unskew.training.sums import plain_sum
+from unskew.training.aggregate import plain_sum
+from unskew.training.client import enter
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import Cohort, sequential
+from unskew.training.network import installed, network
+from unskew.training.plan import plan
+from unskew.training.simulate import train
+from unskew.training.training import cohort_of
 
 
 @settings(deadline=None, max_examples=80)

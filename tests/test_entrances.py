@@ -21,7 +21,8 @@ from unskew.methods.optim import cosine
 from unskew.models.cutting import split
 from unskew.models.evaluate import batches
 from unskew.statistics.collecting import collect
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 PLAIN = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))

@@ -25,7 +25,8 @@ from unskew.methods.algorithms import (
 from unskew.methods.names import method
 from unskew.methods.optim import effective
 from unskew.models.networks import Split
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 # A linear network on four-dimensional inputs with a squared loss is a quadratic in its weights.
@@ -188,7 +189,7 @@ def test_fednova(federation, engine, mu, rho):
 
 def _only(client):
     """A sum that hears one client alone."""
-    from unskew.training.sums import plain_sum
+    from unskew.training.aggregate import plain_sum
     from unskew.tree import scale
 
     plain = plain_sum()

@@ -7,7 +7,8 @@ import torch
 
 from conftest import toy_model
 from methods import METHODS, PRODUCT, model_for
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 

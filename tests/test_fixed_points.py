@@ -34,7 +34,7 @@ from unskew.methods.names import method, pieces
 from unskew.methods.optim import momentum
 from unskew.models.networks import Split, head
 from unskew.models.variants import spherical, unit_features
-from unskew.training.engine import sequential
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 DECAY, STEPS = 1.0, (5, 2, 3)

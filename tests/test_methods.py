@@ -31,7 +31,8 @@ from unskew.methods.names import Method, method, parts_of, pieces, skeleton
 from unskew.methods.optim import momentum
 from unskew.models.networks import Split, build, head
 from unskew.models.variants import clsnorm, projection, spherical
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "your_own_algorithm.py"

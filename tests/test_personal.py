@@ -17,9 +17,11 @@ from unskew.models.evaluate import batches, score
 from unskew.models.networks import body
 from unskew.models.variants import clsnorm, spherical
 from unskew.statistics.collecting import collect
-from unskew.training.engine import installed, plan
+from unskew.training.network import installed
 from unskew.training.personal import Personal, everything, ffc, head, own, personal_models, score_personal, ways
-from unskew.training.simulate import Diverged, train
+from unskew.training.plan import plan
+from unskew.training.simulate import train
+from unskew.training.training import Diverged
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,9 @@ from unskew.models.evaluate import batches
 from unskew.models.networks import body, head
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FeatureStats
-from unskew.training.engine import batched, plan, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
+from unskew.training.plan import plan
 from unskew.training.simulate import train
 
 

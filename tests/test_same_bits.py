@@ -15,11 +15,14 @@ from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
 from unskew.methods.algorithms import fedavg, scaffold
 from unskew.models.networks import build
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.lanes.buffers import PAIR, Lanes
+from unskew.training.engines.lanes.engine import train_on_lanes
+from unskew.training.engines.lanes.step import form_of
+from unskew.training.engines.sequential import sequential
 from unskew.training.engines.workers import Workers, check_workers
-from unskew.training.lanes.dispatch import train_on_lanes
-from unskew.training.lanes.lanes import PAIR, Lanes, form_of
-from unskew.training.simulate import Training, rounds_of
+from unskew.training.simulate import rounds_of
+from unskew.training.training import Training
 
 OPTIONS = {"batch": 8, "lr": 0.05, "fraction": 0.7}
 NAMES = ("fedavg", "fednova", "scaffold", "moon", "feddyn", "fedadam", "fedprox, on sphere", "moon, body at home",

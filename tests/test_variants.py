@@ -15,7 +15,9 @@ from unskew.models.networks import head
 from unskew.models.variants import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes
 from unskew.seeds import generator
 from unskew.statistics.collecting import collect
-from unskew.training.engine import batched, installed, network, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
+from unskew.training.network import installed, network
 from unskew.training.simulate import train
 
 
@@ -80,7 +82,7 @@ def test_squared_error_is_equation_5():
 
 @pytest.mark.parametrize("engine", [sequential, batched])
 def test_the_head_never_changes_and_is_never_uploaded(engine, ragged):
-    from unskew.training.sums import plain_sum
+    from unskew.training.aggregate import plain_sum
 
     uploaded = set()
     sums = plain_sum()

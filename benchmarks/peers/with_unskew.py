@@ -14,10 +14,11 @@ from unskew import Split, fedavg
 from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
 from unskew.models.evaluate import batches, score
-from unskew.training.engine import installed
+from unskew.training.engines.lanes.engine import train_on_lanes
 from unskew.training.engines.workers import known_engines
-from unskew.training.lanes.dispatch import train_on_lanes
-from unskew.training.simulate import Round, Training, rounds_of
+from unskew.training.network import installed
+from unskew.training.simulate import rounds_of
+from unskew.training.training import Round, Training
 
 
 def rounds(run: Training, given: argparse.Namespace, precision: str) -> Iterator[Round]:

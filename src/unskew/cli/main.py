@@ -53,7 +53,7 @@ from unskew.files import limits, locks
 from unskew.files.writing import Record
 from unskew.specs import defaults_of, without_folders
 from unskew.system.stopping import exit_code, heeding
-from unskew.training.lanes.timetable import Usage
+from unskew.training.engines.lanes.timetable import Usage
 
 DEMO = Experiment(
     norm="none", rounds=10, epochs=5, batch=32, calibrate="ccvr,ffc,oracle"

@@ -26,12 +26,12 @@ from unskew.models.transforms import Transform
 from unskew.seeds import generator, seeded
 from unskew.specs import called, converted, defaults_of, is_own, made, own, parse
 from unskew.system.machine import check_device, threads
-from unskew.training.engines.choice import Choice, pick
+from unskew.training.engines.auto import Choice, pick
+from unskew.training.engines.lanes.engine import train_on_lanes
+from unskew.training.engines.lanes.step import FORMS, SMALL, precisions
 from unskew.training.engines.workers import check_workers, known_engines
-from unskew.training.lanes.dispatch import train_on_lanes
-from unskew.training.lanes.lanes import FORMS, SMALL, precisions
 from unskew.training.personal import Way, ways
-from unskew.training.simulate import Training
+from unskew.training.training import Training
 
 AUTO_MODELS = ("small-cnn", "cnn")  # for grey images, for others
 

@@ -65,13 +65,16 @@ from unskew.models.networks import Split
 from unskew.seeds import generator
 from unskew.specs import parse
 from unskew.system.machine import threads
+from unskew.training.client import at_home
 from unskew.training.costs import statistics_in_papers
-from unskew.training.engine import at_home, installed
+from unskew.training.engines.lanes.dispatch import ranks
+from unskew.training.engines.lanes.engine import program, train_on_lanes
+from unskew.training.engines.lanes.timetable import Usage
 from unskew.training.engines.workers import known_engines
-from unskew.training.lanes.dispatch import program, ranks, train_on_lanes
-from unskew.training.lanes.timetable import Usage
+from unskew.training.network import installed
 from unskew.training.personal import Way, own as own_models, personal_models, score_personal
-from unskew.training.simulate import Diverged, Round, Training, collect_all, rounds_of
+from unskew.training.simulate import rounds_of
+from unskew.training.training import Diverged, Round, Training, collect_all
 
 
 def run(

@@ -30,9 +30,12 @@ from unskew.models.networks import Split, evaluating
 from unskew.models.variants import NormalisedLinear
 from unskew.seeds import generator
 from unskew.statistics.collecting import collect
-from unskew.training.engine import Cohort, at_home, enter, installed, network, plan, sequential
-from unskew.training.simulate import Diverged, Round
-from unskew.training.sums import plain_sum
+from unskew.training.aggregate import plain_sum
+from unskew.training.client import at_home, enter
+from unskew.training.engines.sequential import Cohort, sequential
+from unskew.training.network import installed, network
+from unskew.training.plan import plan
+from unskew.training.training import Diverged, Round
 
 
 class Site(NamedTuple):

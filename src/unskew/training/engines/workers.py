@@ -33,8 +33,11 @@ from unskew.errors import COUNT, UsageError, check_number
 from unskew.methods.algorithm import Client
 from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.system.machine import threads
-from unskew.training.engine import Engine, Visited, added_up, alone, engines, noted
-from unskew.training.simulate import Round, Trainer, Training
+from unskew.training.client import Visited, alone, noted
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import Engine, added_up, sequential
+from unskew.training.simulate import Trainer
+from unskew.training.training import Round, Training
 from unskew.tree import Tree, each, pick, prefix, under
 
 REMEDY = "use --engine sequential, in Python engine=sequential"
@@ -63,7 +66,11 @@ class Workers:
                 yield last
 
 
-known_engines: dict[str, Engine | Trainer] = {**engines, "workers": Workers()}  # by name; lanes take many runs
+known_engines: dict[str, Engine | Trainer] = {
+    "sequential": sequential,
+    "batched": batched,
+    "workers": Workers(),
+}  # by name; lanes take many runs
 
 
 def check_workers(device: torch.device) -> None:

@@ -27,13 +27,16 @@ from unskew.errors import DataError, UsageError
 from unskew.files.locks import file_locked
 from unskew.files.untrusted import read_json, reading
 from unskew.files.writing import digest, write_text
-from unskew.training.engine import Engine
+from unskew.training.engines.lanes.buffers import Lanes
+from unskew.training.engines.lanes.dispatch import ranks
+from unskew.training.engines.lanes.engine import ladder, left_of, most_lanes
+from unskew.training.engines.lanes.fused.layer import fusible
+from unskew.training.engines.lanes.step import FORMS, SMALL, precise
+from unskew.training.engines.lanes.timetable import Cost, choose, estimated
+from unskew.training.engines.sequential import Engine
 from unskew.training.engines.workers import check_workers, known_engines
-from unskew.training.lanes.dispatch import ladder, left_of, most_lanes, ranks
-from unskew.training.lanes.kernels import fusible
-from unskew.training.lanes.lanes import FORMS, SMALL, Lanes, precise
-from unskew.training.lanes.timetable import Cost, choose, estimated
-from unskew.training.simulate import Trainer, Training, rounds_of
+from unskew.training.simulate import Trainer, rounds_of
+from unskew.training.training import Training
 
 WORTH = 5_000  # client-steps in all from which on a measurement pays
 MARGIN = 1.05  # an engine has to be this much faster than a simpler one
