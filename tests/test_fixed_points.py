@@ -34,8 +34,10 @@ from unskew.methods.names import method, pieces
 from unskew.methods.optim import momentum
 from unskew.models.networks import Split, head
 from unskew.models.variants import spherical, unit_features
-from unskew.training.engines.sequential import sequential
+from unskew.training.client import make_visit
+from unskew.training.engines.protocol import RoundByRound
 from unskew.training.simulate import train
+from unskew.tree import pick
 
 DECAY, STEPS = 1.0, (5, 2, 3)
 PLAIN, HEAVY = Local(0.3, 0.0, STEPS), Local(0.1, 0.9, STEPS)
@@ -45,12 +47,17 @@ FEDERATION = problem.federation()
 def whole(steps):
     """`sequential`, with steps[k] steps of client k, each on all that it holds."""
 
-    def engine(net, algorithm, sgd, data, params, state, cohort, sum):
-        plans = [
-            plan._replace(rows=plan.rows[:1].expand(steps[id], -1))
-            for id, plan in zip(cohort.ids, cohort.plans, strict=True)
-        ]
-        return sequential(net, algorithm, sgd, data, params, state, cohort._replace(plans=plans), sum)
+    @RoundByRound
+    def engine(training, last, ids):
+        algorithm, data, sgd = training.algorithm, training.federation.data, training.sgd(last.number + 1)
+        visit = make_visit(training.net, algorithm, sgd, data, last.params, pick(last.state, algorithm.sent))
+
+        def repeated(id):
+            plan = training.plan(last.number + 1, id)
+            plan = plan._replace(rows=plan.rows[:1].expand(steps[id], -1))
+            return visit(id, training.visitor(last, id), plan, training.federation.sizes[id])
+
+        return training.aggregate(last, ids, map(repeated, ids))
 
     return engine
 

@@ -17,9 +17,9 @@ from unskew.models.evaluate import batches, score
 from unskew.models.networks import body
 from unskew.models.variants import clsnorm, spherical
 from unskew.statistics.collecting import collect
-from unskew.training.network import installed
+from unskew.training.functional import installed
 from unskew.training.personal import Personal, everything, ffc, head, own, personal_models, score_personal, ways
-from unskew.training.plan import plan
+from unskew.training.plan import make_plan
 from unskew.training.simulate import train
 from unskew.training.training import Diverged
 
@@ -148,7 +148,7 @@ def test_everything_is_sgd_on_the_client_s_examples(federation, norm, method):
     made = next(personal_models(model, federation, method, last, everything(epochs=2, lr=0.1, batch=8), seed=7))
     twin = installed(model, last.params).train()
     optimiser = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    for rows in plan(federation.clients[0], 8, 7, 3, 0, epochs=2).rows:
+    for rows in make_plan(federation.clients[0], 8, 7, 3, 0, epochs=2).rows:
         ((x, y),) = batches(federation.data, rows, dtype=torch.float64)
         optimiser.zero_grad()
         method.criterion(twin(x), y).backward()

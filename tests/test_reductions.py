@@ -35,7 +35,7 @@ from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FeatureStats
 from unskew.training.engines.batched import batched
 from unskew.training.engines.sequential import sequential
-from unskew.training.plan import plan
+from unskew.training.plan import make_plan
 from unskew.training.simulate import train
 
 
@@ -175,7 +175,7 @@ def test_one_client_is_central_sgd(engine, norm):
     ours = last(fedavg(), Federation(data, (everyone,)), norm, rounds=1, engine=engine, weight_decay=1e-2)
     model = toy_model(norm).train()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-    for rows in plan(everyone, 8, 1, 1, 0, epochs=2).rows:
+    for rows in make_plan(everyone, 8, 1, 1, 0, epochs=2).rows:
         ((x, y),) = batches(data, rows, dtype=torch.float64)
         optimiser.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()

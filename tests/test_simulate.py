@@ -23,7 +23,7 @@ from unskew.seeds import generator
 from unskew.statistics.collecting import collect
 from unskew.training.engines.batched import batched
 from unskew.training.engines.sequential import sequential
-from unskew.training.network import installed
+from unskew.training.functional import installed
 from unskew.training.simulate import train
 from unskew.training.training import Diverged
 

@@ -75,10 +75,11 @@ from unskew.statistics.robust import robust_sum as robust_sum
 from unskew.training.aggregate import Sum as Sum, plain_sum as plain_sum
 from unskew.training.costs import Traffic as Traffic, traffic as traffic
 from unskew.training.engines.batched import batched as batched
-from unskew.training.engines.lanes.engine import train_on_lanes as train_on_lanes
+from unskew.training.engines.lanes.engine import Lanes as Lanes
+from unskew.training.engines.protocol import Engine as Engine, RoundByRound as RoundByRound
 from unskew.training.engines.sequential import sequential as sequential
 from unskew.training.engines.workers import Workers as Workers
-from unskew.training.network import installed as installed
+from unskew.training.functional import installed as installed
 from unskew.training.personal import (
     Personal as Personal,
     personal_models as personal_models,

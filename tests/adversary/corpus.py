@@ -462,7 +462,7 @@ def _runs(folder: Path) -> list[Original]:
             mock.patch("unskew.training.engines.auto.measured", return_value=measured),
             mock.patch("unskew.training.engines.auto.WORTH", 1),
         ):
-            return function(lambda _: auto.pick(training).engine, path)
+            return function(lambda _: auto.choose_engine(training).engine, path)
 
     training = _training(data)
     memory = folder / "speeds.json"

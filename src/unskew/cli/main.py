@@ -323,7 +323,16 @@ def _remove_demo(folder: Path) -> None:
         return
     with taken(folder):
         held = asdict(stored(folder))
-        free = {"seed", "cut_seed", "device", "engine", "threads", "model", "lanes", "form"}  # differ between demos
+        free = {
+            "seed",
+            "cut_seed",
+            "device",
+            "engine",
+            "threads",
+            "model",
+            "lanes",
+            "lane_layout",
+        }  # differ between demos
         written = re.compile(
             r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
             r"|(labels|history|per_class|personal)\.png|\..*\.tmp|\.lock"

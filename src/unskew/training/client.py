@@ -1,8 +1,8 @@
 """What one client does in a round, whichever engine trains it.
 
 `local_step` is the one training step of the project. `enter`, `leave` and `settle` are what surrounds it: a client's
-first visit, its upload, the server's update. `alone` is a whole visit. Engines differ only in who holds the client
-axis.
+first visit, its upload, the server's update. `make_visit` puts them together. Engines differ only in who holds the
+client axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unskew.data.datasets import Crops, Dataset, gather, normalise
 from unskew.errors import UsageError
 from unskew.methods.algorithm import Algorithm, Batch, Client, Context, Work, learning, unpulled
 from unskew.methods.optim import SGD
-from unskew.training.network import Network
+from unskew.training.functional import Network
 from unskew.training.plan import Plan
 from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
 
@@ -164,15 +164,6 @@ def _changes(net: Network, algorithm: Algorithm, name: str) -> bool:
 # ---------------------------------------------------------------------------------------------- a whole visit
 
 
-class Outcome(NamedTuple):
-    """What a round gives."""
-
-    params: Tree
-    state: Tree
-    clients: list[Client]  # in the order of the cohort
-    losses: list[float]  # mean training loss of each client: a diagnostic of the simulation, never uploaded
-
-
 class Visited(NamedTuple):
     """What a client has done in a round."""
 
@@ -184,8 +175,8 @@ class Visited(NamedTuple):
 Visit = Callable[[int, Client, Plan, int], Visited]
 
 
-def alone(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visit:
-    """A client's work in a round, as a function: `visit(id, client, plan, examples)`."""
+def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visit:
+    """A client's whole work in a round, as a function: `visit(id, client, plan, examples)`."""
     step = local_step(net, algorithm)
 
     def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:

@@ -20,7 +20,7 @@ from unskew.methods.optim import SGD
 from unskew.models.networks import Split
 from unskew.statistics.moments import FeatureStats
 from unskew.training.client import begin, enter, leave, seen, travelling
-from unskew.training.network import network
+from unskew.training.functional import network
 from unskew.tree import Tree, pick, prefix
 
 

@@ -1,4 +1,4 @@
-"""What a client does in a round: `plan` spends all of its randomness beforehand.
+"""What a client does in a round: `make_plan` spends all of its randomness beforehand.
 
 Which examples each batch holds, and how they are cropped and flipped, depends on seed, round and client alone: so every
 engine trains on the same batches, in whatever order it takes the clients.
@@ -24,7 +24,7 @@ class Plan(NamedTuple):
     noise: int  # the seed of layers that draw for themselves, such as dropout
 
 
-def plan(
+def make_plan(
     indices: Tensor, batch: int, seed: int, round: int, client: int, *, epochs: int = 1, steps: int | None = None,
     augment: bool = False,
 ) -> Plan:  # fmt: skip

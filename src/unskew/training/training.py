@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,10 +28,10 @@ from unskew.seeds import generator
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FeatureStats, added
 from unskew.training.aggregate import Sum, plain_sum
-from unskew.training.client import Outcome, at_home, enter, seen
-from unskew.training.network import Network, installed, network
-from unskew.training.plan import Plan, plan, step_count
-from unskew.tree import Tree, each
+from unskew.training.client import Visited, at_home, enter, make_visit, seen, settle
+from unskew.training.functional import Network, installed, network
+from unskew.training.plan import Plan, make_plan, step_count
+from unskew.tree import Tree, each, pick, stack
 
 
 class Round(NamedTuple):
@@ -47,10 +47,27 @@ class Round(NamedTuple):
     seconds: float
 
 
+class Outcome(NamedTuple):
+    """What a round gives."""
+
+    params: Tree
+    state: Tree
+    clients: list[Client]  # in the order of the cohort
+    losses: list[float]  # mean training loss of each client: a diagnostic of the simulation, never uploaded
+
+
 class Diverged(ArithmeticError):
     """Training left the numbers."""
 
     runs: Sequence[int] = (0,)  # which, of those that were trained together
+
+
+def raise_diverged(diverged: Mapping[int, Diverged]) -> None:
+    """Raise the first of the trainings that diverged, if there are any; its `runs` say which did."""
+    if diverged:
+        error = diverged[min(diverged)]
+        error.runs = sorted(diverged)
+        raise error
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,7 @@ class Training:
     def plan(self, number: int, id: int, on_host: bool = False) -> Plan:
         """What a client does in a round; `on_host` even if the data are on a GPU."""
         indices = self.hosted[id] if on_host else self.federation.clients[id]
-        return plan(
+        return make_plan(
             indices, self.batch, self.seed, number, id, epochs=self.epochs, steps=self.steps,
             augment=self.augment,
         )  # fmt: skip
@@ -129,6 +146,22 @@ class Training:
             return enter(self.net, self.algorithm, last.params)
         device = self.federation.data.y.device  # what clients keep may lie elsewhere
         return Client(*(each(lambda value: value.to(device), part) for part in last.clients[id]))
+
+    def visits(self, last: Round) -> Callable[[int], Visited]:
+        """A client's whole work in the round after the last one, as a function of its id."""
+        number, sent = last.number + 1, pick(last.state, self.algorithm.sent)
+        visit = make_visit(self.net, self.algorithm, self.sgd(number), self.federation.data, last.params, sent)
+        return lambda id: visit(id, self.visitor(last, id), self.plan(number, id), self.federation.sizes[id])
+
+    def aggregate(self, last: Round, ids: Sequence[int], visits: Iterable[Visited]) -> Outcome:
+        """The outcome of the round after the last one, of what its clients have done, in the order of `ids`."""
+        total, clients, losses = self.sum.begin(ids), [], []
+        for id, (upload, client, loss) in zip(ids, visits, strict=True):
+            total = self.sum.add(total, [id], stack([upload]))
+            clients.append(client)
+            losses.append(loss)
+        settled = settle(self.net, self.algorithm, last.params, last.state, self.sum.end(total))
+        return Outcome(*settled, clients, losses)
 
     def after(self, last: Round, ids: Sequence[int], outcome: Outcome, began: float) -> Round:
         """The round that follows, of which this is the outcome. Raises `Diverged` where that is no number any more."""

@@ -8,73 +8,51 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from unskew.data.datasets import Crops, Dataset
-from unskew.methods.algorithm import Algorithm, Client, Context
-from unskew.methods.optim import SGD
-from unskew.training.aggregate import Sum
-from unskew.training.client import (
-    Local,
-    Outcome,
-    at,
-    batch_of,
-    begin,
-    leave,
-    like,
-    local_step,
-    noise,
-    noted,
-    number,
-    settle,
-)
-from unskew.training.engines.sequential import Cohort
-from unskew.training.network import Network
+from unskew.data.datasets import Crops
+from unskew.methods.algorithm import Client, Context
+from unskew.training.client import Local, at, batch_of, begin, leave, like, local_step, noise, noted, number, settle
+from unskew.training.engines.protocol import RoundByRound
 from unskew.training.plan import Plan
-from unskew.tree import Tree, each, pick, rows, stack
+from unskew.training.training import Outcome, Round, Training
+from unskew.tree import each, pick, rows, stack
 
 
-def batched(
-    net: Network,
-    algorithm: Algorithm,
-    sgd: SGD,
-    data: Dataset,
-    params: Tree,
-    state: Tree,
-    cohort: Cohort,
-    sum: Sum,
-) -> Outcome:
-    """The same with a client axis in front of every tensor; clients with more steps go on when the others are done."""
-    order = sorted(range(len(cohort.ids)), key=lambda place: -len(cohort.plans[place].rows))  # longest first
-    ids, sizes = [cohort.ids[place] for place in order], [cohort.sizes[place] for place in order]
-    clients, plans = [cohort.clients[place] for place in order], [cohort.plans[place] for place in order]
-    counts = [len(todo.rows) for todo in plans]
-    todo = _padded(plans)
+@RoundByRound
+def batched(training: Training, last: Round, ids: Sequence[int]) -> Outcome:
+    """Train all clients at once, with a client axis in front of every tensor; those with more steps go on alone."""
+    net, algorithm, params, aggregator = training.net, training.algorithm, last.params, training.sum
+    data, sizes, sgd = training.federation.data, training.federation.sizes, training.sgd(last.number + 1)
+    plans = {id: training.plan(last.number + 1, id) for id in ids}
+    order = sorted(ids, key=lambda id: -len(plans[id].rows))  # longest first
+    clients, counts = [training.visitor(last, id) for id in order], [len(plans[id].rows) for id in order]
+    todo = _padded([plans[id] for id in order])
     start = {name: value.expand(len(order), *value.shape) for name, value in params.items()}
     start |= stack([client.own for client in clients])
     memory = stack([client.memory for client in clients])
-    context = Context(params, start, pick(state, algorithm.sent), memory, algorithm.numbers)
+    context = Context(params, start, pick(last.state, algorithm.sent), memory, algorithm.numbers)
     axes = Context(None, 0, None, 0 if memory else None, None)  # type: ignore[arg-type]  # axes stand where trees do
     step = vmap(local_step(net, algorithm), in_dims=(0, 0, axes, 0, None), randomness="different")
     local = vmap(lambda start: begin(net, algorithm, start))(start)
-    total, t = sum.begin(cohort.ids), 0
+    total, t = aggregator.begin(ids), 0
     after: dict[int, Client] = {}
     losses: dict[int, float] = {}
     with noise(todo.noise, params):
-        for last in reversed(range(len(order))):  # the shortest client that is left
-            shares = torch.tensor(counts[: last + 1], dtype=like(params).dtype, device=like(params).device)
-            while t < counts[last]:
-                with noted(f"while training clients {ids[: last + 1]}, step {t + 1}"):
-                    crops = at(todo.crops, (slice(last + 1), t))
-                    batch = batch_of(data, like(params).dtype, todo.rows[: last + 1, t], crops)
+        for place, id in reversed([*enumerate(order)]):  # the shortest client that is still there
+            shares = torch.tensor(counts[: place + 1], dtype=like(params).dtype, device=like(params).device)
+            while t < counts[place]:
+                with noted(f"while training clients {order[: place + 1]}, step {t + 1}"):
+                    crops = at(todo.crops, (slice(place + 1), t))
+                    batch = batch_of(data, like(params).dtype, todo.rows[: place + 1, t], crops)
                     local = step(local, batch, context, t / shares, sgd)
                 t += 1
-            done, given = _rows(local, context, last)
-            upload, client = leave(net, algorithm, sgd, done, given, number(params, sizes[last]))
-            total = sum.add(total, [ids[last]], stack([upload]))
-            after[ids[last]] = Client(*(each(torch.clone, part) for part in client))  # not a view of the whole stack
-            losses[ids[last]] = done.loss.item() / max(counts[last], 1)
-            local, context = _rows(local, context, slice(last))
-    params, state = settle(net, algorithm, params, state, sum.end(total))
-    return Outcome(params, state, [after[id] for id in cohort.ids], [losses[id] for id in cohort.ids])
+            done, given = _rows(local, context, place)
+            upload, client = leave(net, algorithm, sgd, done, given, number(params, sizes[id]))
+            total = aggregator.add(total, [id], stack([upload]))
+            after[id] = Client(*(each(torch.clone, part) for part in client))  # not a view of the whole stack
+            losses[id] = done.loss.item() / max(counts[place], 1)
+            local, context = _rows(local, context, slice(place))
+    settled = settle(net, algorithm, params, last.state, aggregator.end(total))
+    return Outcome(*settled, [after[id] for id in ids], [losses[id] for id in ids])
 
 
 def _padded(plans: Sequence[Plan]) -> Plan:

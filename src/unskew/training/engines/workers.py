@@ -33,10 +33,8 @@ from unskew.errors import COUNT, UsageError, check_number
 from unskew.methods.algorithm import Client
 from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.system.machine import threads
-from unskew.training.client import Visited, alone, noted
-from unskew.training.engines.batched import batched
-from unskew.training.engines.sequential import Engine, added_up, sequential
-from unskew.training.simulate import Trainer
+from unskew.training.client import Visited, make_visit, noted
+from unskew.training.engines.protocol import Resume, one_at_a_time
 from unskew.training.training import Round, Training
 from unskew.tree import Tree, each, pick, prefix, under
 
@@ -53,8 +51,11 @@ class Workers:
         if self.processes is not None:
             check_number("processes", self.processes, COUNT)
 
-    def rounds(self, run: Training, resume: Round | None = None) -> Iterator[Round]:
-        """The rounds of a training; its workers end when this iterator does."""
+    def rounds(self, trainings: Sequence[Training], resume: Resume = None) -> Iterator[tuple[int, Round]]:
+        """The rounds of several trainings, one training after the other; workers end when this iterator does."""
+        return one_at_a_time(self._rounds, trainings, resume)
+
+    def _rounds(self, run: Training, resume: Round | None) -> Iterator[Round]:
         check_workers(run.federation.data.y.device)
         count = min(int(self.processes or len(os.sched_getaffinity(0))), len(run.ids(1)))
         with threads(1):
@@ -64,13 +65,6 @@ class Workers:
                 with threads(1):
                     last = _next(run, crew, last)
                 yield last
-
-
-known_engines: dict[str, Engine | Trainer] = {
-    "sequential": sequential,
-    "batched": batched,
-    "workers": Workers(),
-}  # by name; lanes take many runs
 
 
 def check_workers(device: torch.device) -> None:
@@ -184,7 +178,7 @@ def _next(run: Training, crew: Sequence[Worker], last: Round) -> Round:
     ids = run.ids(number)
     with noted(f"in round {number} of {run.rounds}"):
         visits = _visits(run, crew, last, ids)
-        outcome = added_up(run.net, run.algorithm, last.params, last.state, ids, visits, run.sum)
+        outcome = run.aggregate(last, ids, visits)
     return run.after(last, ids, outcome, began)
 
 
@@ -267,5 +261,5 @@ def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared, puls
 def _trained(run: Training, number: int, id: int, server: Tree, client: Client) -> Visited:
     """A client's work in a round."""
     params, sent = under("params", server), under("sent", server)
-    visit = alone(run.net, run.algorithm, run.sgd(number), run.federation.data, params, sent)
+    visit = make_visit(run.net, run.algorithm, run.sgd(number), run.federation.data, params, sent)
     return visit(id, client, run.plan(number, id), run.federation.sizes[id])

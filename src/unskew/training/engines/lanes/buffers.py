@@ -28,7 +28,7 @@ from unskew.methods.optim import SGD
 from unskew.seeds import derive
 from unskew.training.client import Local, begin, leave
 from unskew.training.engines.lanes.rows import Rows
-from unskew.training.engines.lanes.step import FORMS, Buffers, draws, lane_step
+from unskew.training.engines.lanes.step import LAYOUTS, Buffers, draws, lane_step
 from unskew.training.training import Training
 from unskew.tree import Tree, each, pick, rows, stack, under
 
@@ -38,55 +38,55 @@ PAIR = 2  # lanes of the step that all grouped ones on a CPU must agree with, to
 OPTIONS: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": False}  # of the compiler: join small ones
 
 
-class Lanes:
+class LaneBuffers:
     """What the lanes hold, and how their step is taken.
 
-    `ladder` are the numbers of lanes that have a step of their own, `longest` the most steps of a client, `form` one of
-    FORMS.
+    `ladder` are the numbers of lanes that have a step of their own, `longest` the most steps of a client, `layout`
+    one of LAYOUTS.
     """
 
     def __init__(
         self, run: Training, ladder: Sequence[int], longest: int, *, autocast: bool = False, compile: bool = False,
-        form: str = "grouped",
+        layout: str = "grouped",
     ) -> None:  # fmt: skip
         count, net, algorithm, tree = max(ladder), run.net, run.algorithm, run.net.tree
         start = run.start()
         local, client = begin(net, algorithm, tree), run.visitor(start, 0)
         like = next(iter(tree.values()))
         self.device, self.data = like.device, run.federation.data
-        in_pairs = form != "apart" and self.device.type != "cuda"
+        in_pairs = layout != "apart" and self.device.type != "cuda"
         count += count % PAIR if in_pairs else 0
-        forms = {
+        examples = {
             "model": tree, "velocity": local.velocity, "steps": local.steps, "server": tree, "start": tree,
             "state": pick(start.state, algorithm.sent), "memory": client.memory,
             "numbers": dict.fromkeys(algorithm.numbers, like.new_zeros(())),
             "given": dict.fromkeys((*SGD._fields, "count"), like.new_zeros(())),
         }  # fmt: skip
-        self.forms = {name: Rows(form, like, count) for name, form in forms.items()}
+        self.rows_of = {name: Rows(example, like, count) for name, example in examples.items()}
         self.kept = Rows(client.tree(), like)
         plans = (count, 1 << (longest - 1).bit_length(), run.batch)  # few shapes: a compiled step is found again
         self.buffers: Buffers = {
-            **{name: form.flat for name, form in self.forms.items()}, "loss": like.new_zeros(count),
+            **{name: held.flat for name, held in self.rows_of.items()}, "loss": like.new_zeros(count),
             "position": torch.zeros(count, dtype=torch.int64, device=self.device),
             "rows": torch.zeros(plans, dtype=torch.int32, device=self.device),
         }  # fmt: skip
-        self.forms["given"].trees(self.buffers["given"])["count"].fill_(1)
+        self.rows_of["given"].trees(self.buffers["given"])["count"].fill_(1)
         if run.augment:
             self.buffers["shift"] = torch.zeros((*plans, 2), dtype=torch.uint8, device=self.device)
             self.buffers["flip"] = torch.zeros(plans, dtype=torch.bool, device=self.device)
         # On a CPU, lanes apart each draw from their client's own seed, as `sequential` does; others share a generator.
         self.noise = [_noise_from(run.seed, self.device)] * count if draws(run.model) else []
-        self.alone = form == "apart" and self.device.type != "cuda"
-        self.act = lane_step(run, self.forms, autocast, lookup("form", form, {name: name for name in FORMS}))
+        self.alone = layout == "apart" and self.device.type != "cuda"
+        self.act = lane_step(run, self.rows_of, autocast, lookup("layout", layout, {name: name for name in LAYOUTS}))
         self.pool: Any = None  # of CUDA graphs
         self.streams = [torch.cuda.Stream() for _ in range(STREAMS)] if self.device.type == "cuda" else []
-        self.apart = self._traced(1, compile) if form == "apart" else None
+        self.apart = self._traced(1, compile) if layout == "apart" else None
         self.pair = self._traced(PAIR, compile) if in_pairs else None
         self.of_a_pair: list[Tensor] | None = None  # what a pair has made of `begun`
         self.begun = {
-            "model": tree, "server": tree, "start": tree, "state": forms["state"], "memory": client.memory,
+            "model": tree, "server": tree, "start": tree, "state": examples["state"], "memory": client.memory,
             "numbers": {name: like.new_tensor(value) for name, value in algorithm.numbers.items()},
-            "given": {name: like.new_tensor(0.1) for name in forms["given"]},
+            "given": {name: like.new_tensor(0.1) for name in examples["given"]},
         }  # fmt: skip
         self.steps = {size: self._prepared(size, compile) for size in ladder}
 
@@ -153,11 +153,11 @@ class Lanes:
         draw = torch.Generator().manual_seed(0)
         lanes = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.buffers.items()}
         for name, tree in self.begun.items():
-            lanes[name][0] = self.forms[name].packed(tree, ())
+            lanes[name][0] = self.rows_of[name].packed(tree, ())
         lanes["model"] += 0.01 * torch.randn(lanes["model"].shape, generator=draw, dtype=lanes["model"].dtype)
         length = lanes["rows"].shape[1]
         lanes["rows"].random_(len(self.data.y), generator=draw)
-        self.forms["given"].trees(lanes["given"])["count"].fill_(length)
+        self.rows_of["given"].trees(lanes["given"])["count"].fill_(length)
         lanes, after = each(lambda value: value.repeat_interleave(size, 0), lanes), []
         for position in (0, length - 1):
             lanes["position"].fill_(position)
@@ -206,14 +206,14 @@ class Lanes:
             lanes[name].index_copy_(0, at, servers)
         lanes["state"].index_copy_(0, at, states)
         if self.kept.width:
-            lanes["memory"].index_copy_(0, at, kept[:, : self.forms["memory"].width])
+            lanes["memory"].index_copy_(0, at, kept[:, : self.rows_of["memory"].width])
             for name, value in under("own", self.kept.trees(kept)).items():
                 for part in ("model", "start"):
-                    self.forms[part].trees(lanes[part])[name].index_copy_(0, at, value)
+                    self.rows_of[part].trees(lanes[part])[name].index_copy_(0, at, value)
         for part in ("numbers", "given"):
-            form = self.forms[part]
-            held = torch.zeros(len(at), form.width, dtype=form.flat.dtype)
-            for name, view in form.trees(held).items():
+            packing = self.rows_of[part]
+            held = torch.zeros(len(at), packing.width, dtype=packing.flat.dtype)
+            for name, view in packing.trees(held).items():
                 view.copy_(torch.tensor([numbers[name] for numbers in given], dtype=held.dtype))
             lanes[part].index_copy_(0, at, self.sent(held))
         for name in ("velocity", "steps", "loss", "position"):
@@ -235,17 +235,17 @@ class Lanes:
         self, run: Training, places: Sequence[int], sgd: SGD, examples: Sequence[int]
     ) -> tuple[Tree, Tensor, Tensor]:  # fmt: skip
         """Take clients of one run and round off their lanes: stacked uploads, rows of what they keep, summed losses."""
-        made = self.left(run, places, sgd, examples)
+        made = self.leave(run, places, sgd, examples)
         self.rest(places)
         return made
 
-    def left(
+    def leave(
         self, run: Training, places: Sequence[int], sgd: SGD, examples: Sequence[int]
     ) -> tuple[Tree, Tensor, Tensor]:  # fmt: skip
         """What clients leave behind, as they are."""
         at = self._index(places)
         wanted = ("model", "steps", *Context._fields)
-        trees = {name: self.forms[name].trees(self.buffers[name][at]) for name in wanted}
+        trees = {name: self.rows_of[name].trees(self.buffers[name][at]) for name in wanted}
         local = Local(trees["model"], {}, trees["steps"], self.buffers["loss"][at])
         context = Context(*(trees[name] for name in Context._fields))
         sizes = self.sent(torch.tensor(examples, dtype=local.loss.dtype))
@@ -273,7 +273,7 @@ class Lanes:
     def rest(self, places: Sequence[int]) -> None:
         """Lanes without a client go on computing, but learn nothing."""
         at = self._index(places)
-        self.forms["given"].trees(self.buffers["given"])["lr"].index_fill_(0, at, 0)
+        self.rows_of["given"].trees(self.buffers["given"])["lr"].index_fill_(0, at, 0)
         self.buffers["position"].index_fill_(0, at, 0)
 
     def _index(self, places: Sequence[int]) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from unskew.methods.algorithm import Client
 from unskew.seeds import derive
 from unskew.training.client import settle
-from unskew.training.engines.lanes.buffers import SHORT, Lanes
+from unskew.training.engines.lanes.buffers import SHORT, LaneBuffers
 from unskew.training.engines.lanes.rows import Rows
 from unskew.training.engines.lanes.timetable import Add, Load, Visit
 from unskew.training.training import Diverged, Round, Training
@@ -49,17 +49,17 @@ class Settled(NamedTuple):
     judge: Callable[[], Round]  # the round with its loss, or `Diverged`
 
 
-class Carrier:
+class LaneRuns:
     """What is known of each run while the timetable is carried out."""
 
     def __init__(
         self, runs: Sequence[Training], last: Sequence[Round], cohorts: Sequence[Sequence[Sequence[int]]],
-        lanes: Lanes, pool: ThreadPoolExecutor,
+        lanes: LaneBuffers, pool: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
         self.runs, self.cohorts, self.lanes, self.pool = runs, cohorts, lanes, pool
         self.last, self.first = list(last), [before.number + 1 for before in last]
         self.cuda, self.processes = lanes.device.type == "cuda", ranks()[1]
-        self.servers, self.states = (lanes.forms[name].more(len(runs)) for name in ("server", "state"))
+        self.servers, self.states = (lanes.rows_of[name].more(len(runs)) for name in ("server", "state"))
         self.kept: dict[tuple[int, int], Tensor] = {}  # what clients keep, as rows on the host
         self.finished: list[list[Finished]] = [[] for _ in runs]  # in the rounds under way
         self.plans: dict[tuple[int, int, int], tuple[Future[list[Tree]], int]] = {}  # by run, round and place
@@ -69,7 +69,7 @@ class Carrier:
         self.sums: list[Any] = [None] * len(runs)
         self.early: list[dict[int, Tree]] = [{} for _ in runs]  # uploads by place in the cohort, until their turn comes
         self.added = [0] * len(runs)  # uploads that are in the sum
-        self.forms: dict[int, Rows] = {}
+        self.left_rows: dict[int, Rows] = {}
         for run in range(len(runs)):
             self._ahead(run, 0)
             self._begin(run)
@@ -219,27 +219,27 @@ class Carrier:
 
     def _together(self, run: int, ids: Sequence[int]) -> Finished:
         """What the clients of all processes have sent, kept and lost: each gets all of it, and adds it up itself."""
-        form = self._form(run)
-        sent = form.flat.new_zeros(len(ids), form.width)
+        packing = self._rows_left(run)
+        sent = packing.flat.new_zeros(len(ids), packing.width)
         for places, uploads, kept, losses in self.finished[run]:
             for name, value in {**prefix("upload", uploads), "kept": kept, "loss": losses}.items():
-                form.trees(sent)[name][self.lanes.sent(torch.tensor(places))] = value
+                packing.trees(sent)[name][self.lanes.sent(torch.tensor(places))] = value
         dist.all_reduce(sent)  # each row is zero everywhere but at its owner
         for place in range(len(ids)):  # plans of other processes' lanes, which nobody here has taken
             self.plans.pop((run, self.last[run].number + 1 - self.first[run], place), None)
-        trees = form.trees(sent)
+        trees = packing.trees(sent)
         self._come(run, range(len(ids)), under("upload", trees))
         self._keep(run, ids, trees["kept"])
         return Finished(list(range(len(ids))), {}, trees["kept"], trees["loss"])
 
-    def _form(self, run: int) -> Rows:
-        """The form of what a client leaves behind, learnt from a lane whatever it holds."""
+    def _rows_left(self, run: int) -> Rows:
+        """How what a client leaves behind lies in a row, learnt from a lane whatever it holds."""
         training, lanes = self.runs[run], self.lanes
-        if run not in self.forms:
-            upload, kept, losses = lanes.left(training, [0], training.sgd(1), [1])
+        if run not in self.left_rows:
+            upload, kept, losses = lanes.leave(training, [0], training.sgd(1), [1])
             tree = {**prefix("upload", rows(upload, 0)), "kept": kept[0], "loss": losses[0]}
-            self.forms[run] = Rows(tree, losses)
-        return self.forms[run]
+            self.left_rows[run] = Rows(tree, losses)
+        return self.left_rows[run]
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, Round]]:
         """The rounds whose loss has arrived, in their order; with `wait`, all."""
@@ -267,13 +267,6 @@ class Carrier:
         return all(
             run in self.diverged for run, last in enumerate(self.last) if last.number < self.runs[run].rounds
         ) and bool(self.diverged)
-
-    def complain(self) -> None:
-        """Raise what was put off, if a run diverged."""
-        if self.diverged:
-            error = self.diverged[min(self.diverged)]
-            error.runs = sorted(self.diverged)
-            raise error
 
 
 class Finished(NamedTuple):

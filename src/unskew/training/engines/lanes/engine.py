@@ -18,17 +18,19 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from unskew.errors import UsageError
 from unskew.system.machine import keep_pages
-from unskew.training.engines.lanes.buffers import Lanes
-from unskew.training.engines.lanes.dispatch import Carrier, ranks
-from unskew.training.engines.lanes.step import form_of, precise
+from unskew.training.engines.lanes.buffers import LaneBuffers
+from unskew.training.engines.lanes.dispatch import LaneRuns, ranks
+from unskew.training.engines.lanes.step import layout_of, precise
 from unskew.training.engines.lanes.timetable import Add, Load, Move, Step, Usage, bound, choose, ladder_of, schedule
-from unskew.training.training import Round, Training
+from unskew.training.engines.protocol import Resume
+from unskew.training.training import Round, Training, raise_diverged
 from unskew.tree import pick
 
 HUGE = 2_000_000  # parameters of a network of which a few lanes fill a GPU
@@ -57,60 +59,111 @@ def program(run: Training) -> tuple[object, ...]:
     settings = run.batch, run.augment, id(run.federation.data)
     start = run.start()
     kept = (pick(start.state, method.sent), *run.visitor(start, 0))
-    forms = tuple(tuple((name, value.shape, value.dtype) for name, value in tree.items()) for tree in kept)
+    shapes_kept = tuple(tuple((name, value.shape, value.dtype) for name, value in tree.items()) for tree in kept)
     net = (shapes, run.net.learnable, run.net.moving, str(run.model))
-    return (*functions, *settings, tuple(method.numbers), *forms, *net)
+    return (*functions, *settings, tuple(method.numbers), *shapes_kept, *net)
 
 
 # ---------------------------------------------------------------------------------------------- all runs
 
 
-def train_on_lanes(
-    runs: Sequence[Training], *, lanes: int | None = None, resume: Sequence[Round | None] | None = None,
-    precision: str = "float32", compile: bool | None = None, form: str | None = None, usage: Usage | None = None,
-) -> Iterator[tuple[int, Round]]:  # fmt: skip
-    """Train several runs together; yields (which run, its next round) as rounds end.
+@dataclass(frozen=True)
+class Lanes:
+    """An engine that trains several runs together on `count` lanes; 0: the number that a rehearsal finds fastest.
 
-    `lanes` None: the number that a rehearsal finds fastest. `precision` is that of the steps on a GPU: "float32",
-    "tf32", or "bfloat16", by autocast. `compile` None: on a GPU. `form` of the step: see `lanes`; None: by a
-    rule of thumb. `usage` is told what is executed. A run that diverges yields nothing more, though it keeps its place
-    on the lanes; the others go on, and `Diverged` is raised when they are done; its `runs` say which. When memory runs
-    out, the lanes are halved and the rounds that were under way begin again (not with several processes).
+    `layout` of the step is one of `LAYOUTS`; "auto": by a rule of thumb. `precision` is that of the steps on a GPU:
+    "float32", "tf32", or "bfloat16", by autocast. `compile` None: on a GPU. `usage` is told what is executed.
     """
-    check_shareable(runs)
-    device = runs[0].federation.data.y.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise UsageError(f"the data are on {device}, not on torch's current GPU: torch.cuda.set_device({device.index})")
-    last = [before or run.start() for run, before in zip(runs, resume or [None] * len(runs), strict=True)]
-    usage = usage or Usage()
-    usage.begin()
-    cuda, processes = device.type == "cuda", ranks()[1]
-    if not cuda:
-        keep_pages()
-    _, work = left_of(runs, last)
-    if not any(work):
-        return
-    each_rank = lanes or choose(
-        [rounds for rounds in work if rounds], COSTS[cuda], most_lanes(runs[0]) * processes, ladder(cuda)
-    )
-    each_rank = max(1, each_rank // processes)
-    options: dict[str, Any] = {"compile": cuda if compile is None else compile,
-               "form": form or form_of(runs[0], precision)}  # fmt: skip
-    while True:
-        try:
-            for run, round in _carried(runs, last, each_rank, precision, options, usage):
-                last[run] = round
-                yield run, round
+
+    count: int = 0
+    layout: str = "auto"
+    precision: str = "float32"
+    compile: bool | None = None
+    usage: Usage | None = None
+
+    def rounds(self, trainings: Sequence[Training], resume: Resume = None) -> Iterator[tuple[int, Round]]:
+        """Yield (which run, its next round) as rounds end.
+
+        A run that diverges yields nothing more, though it keeps its place on the lanes; the others go on, and
+        `Diverged` is raised when they are done; its `runs` say which. When memory runs out, the lanes are halved and
+        the rounds that were under way begin again (not with several processes).
+        """
+        runs, usage = trainings, self.usage or Usage()
+        check_shareable(runs)
+        device = runs[0].federation.data.y.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise UsageError(
+                f"the data are on {device}, not on torch's current GPU: torch.cuda.set_device({device.index})"
+            )
+        last = [before or run.start() for run, before in zip(runs, resume or [None] * len(runs), strict=True)]
+        usage.begin()
+        cuda, processes = device.type == "cuda", ranks()[1]
+        if not cuda:
+            keep_pages()
+        _, work = remaining(runs, last)
+        if not any(work):
             return
-        except torch.OutOfMemoryError:
-            if each_rank == 1 or processes > 1:  # the others would wait for this one
-                raise
-        each_rank //= 2
-        warnings.warn(f"out of memory: going on with {each_rank} lanes", stacklevel=2)
-        torch.cuda.empty_cache()
+        each_rank = self.count or choose(
+            [rounds for rounds in work if rounds], COSTS[cuda], most_lanes(runs[0]) * processes, ladder(cuda)
+        )
+        each_rank = max(1, each_rank // processes)
+        while True:
+            try:
+                for run, round in self._carried(runs, last, each_rank, usage):
+                    last[run] = round
+                    yield run, round
+                return
+            except torch.OutOfMemoryError:
+                if each_rank == 1 or processes > 1:  # the others would wait for this one
+                    raise
+            each_rank //= 2
+            warnings.warn(f"out of memory: going on with {each_rank} lanes", stacklevel=2)
+            torch.cuda.empty_cache()
+
+    def _carried(
+        self, runs: Sequence[Training], last: Sequence[Round], each_rank: int, usage: Usage
+    ) -> Iterator[tuple[int, Round]]:
+        """Carry out all that is left with so many lanes in each process."""
+        (rank, processes), cuda = ranks(), runs[0].federation.data.y.is_cuda
+        cohorts, work = remaining(runs, last)
+        sizes = ladder(cuda)(each_rank)
+        longest = max(steps for rounds in work for ids in rounds for steps in ids)
+        with precise(self.precision) as autocast:  # a CUDA graph keeps the precision that it was captured in
+            compile = cuda if self.compile is None else self.compile
+            layout = layout_of(runs[0], self.precision) if self.layout == "auto" else self.layout
+            lanes = LaneBuffers(runs[0], sizes, longest, autocast=autocast, compile=compile, layout=layout)
+        usage.begin(bound([rounds for rounds in work if rounds], each_rank * processes))
+        pool = ThreadPoolExecutor(2)
+        try:
+            runs_on_lanes = LaneRuns(runs, last, cohorts, lanes, pool)
+            timetable = schedule(work, [processes * size for size in sizes], processes)
+            for kind, operations in itertools.groupby(timetable, type):
+                some: list[Any] = list(operations)
+                if kind is Load:
+                    runs_on_lanes.load(_mine(some, rank, processes))
+                elif kind is Move:
+                    for source, target in _mine(some, rank, processes):
+                        lanes.move(source, target)
+                elif kind is Step:
+                    for step in some:
+                        lanes.take(step.size // processes, step.times)
+                        usage.note(step)
+                        yield from runs_on_lanes.arrived()
+                elif kind is Add:
+                    runs_on_lanes.add(_mine(some, rank, processes))
+                else:
+                    for (run,) in some:
+                        runs_on_lanes.settle(run)
+                if runs_on_lanes.all_diverged and processes == 1:  # several would not see it at the same moment
+                    break
+            yield from runs_on_lanes.arrived(wait=True)
+            usage.end()
+            raise_diverged(runs_on_lanes.diverged)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def left_of(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+def remaining(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
     """The cohorts of the rounds that are left, and their clients' steps."""
     numbers = [range(before.number + 1, run.rounds + 1) for run, before in zip(runs, last, strict=True)]
     cohorts = [[run.ids(number) for number in left] for run, left in zip(runs, numbers, strict=True)]
@@ -127,48 +180,6 @@ def most_lanes(run: Training) -> int:
 def ladder(cuda: bool) -> Callable[[int], list[int]]:
     """The sizes of step: few on a GPU, where each costs a compilation."""
     return lambda lanes: ladder_of(lanes, by=4, most=3) if cuda else ladder_of(lanes)
-
-
-def _carried(
-    runs: Sequence[Training], last: Sequence[Round], each_rank: int, precision: str, options: dict[str, Any],
-    usage: Usage,
-) -> Iterator[tuple[int, Round]]:  # fmt: skip
-    """Carry out all that is left with so many lanes in each process."""
-    (rank, processes), cuda = ranks(), runs[0].federation.data.y.is_cuda
-    cohorts, work = left_of(runs, last)
-    sizes = ladder(cuda)(each_rank)
-    longest = max(steps for rounds in work for ids in rounds for steps in ids)
-    with precise(precision) as autocast:  # a CUDA graph keeps the precision that it was captured in
-        lanes = Lanes(runs[0], sizes, longest, autocast=autocast, **options)
-    usage.begin(bound([rounds for rounds in work if rounds], each_rank * processes))
-    pool = ThreadPoolExecutor(2)
-    try:
-        carrier = Carrier(runs, last, cohorts, lanes, pool)
-        timetable = schedule(work, [processes * size for size in sizes], processes)
-        for kind, operations in itertools.groupby(timetable, type):
-            some: list[Any] = list(operations)
-            if kind is Load:
-                carrier.load(_mine(some, rank, processes))
-            elif kind is Move:
-                for source, target in _mine(some, rank, processes):
-                    lanes.move(source, target)
-            elif kind is Step:
-                for step in some:
-                    lanes.take(step.size // processes, step.times)
-                    usage.note(step)
-                    yield from carrier.arrived()
-            elif kind is Add:
-                carrier.add(_mine(some, rank, processes))
-            else:
-                for (run,) in some:
-                    carrier.settle(run)
-            if carrier.all_diverged and processes == 1:  # several would not see it at the same moment
-                break
-        yield from carrier.arrived(wait=True)
-        usage.end()
-        carrier.complain()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _mine(operations: list[Any], rank: int, processes: int) -> list[Any]:

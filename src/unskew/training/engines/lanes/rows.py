@@ -13,19 +13,19 @@ ALIGNED = 64  # elements: unaligned matrices are slow
 
 
 class Rows:
-    """Trees of one form, each a row of one tensor, so that a client is moved by one copy."""
+    """Trees of the same names and shapes, each a row of one tensor, so that a client is moved by one copy."""
 
-    def __init__(self, form: Tree, like: Tensor, rows: int = 0) -> None:
-        self.shapes = {name: value.shape for name, value in form.items()}
+    def __init__(self, example: Tree, like: Tensor, rows: int = 0) -> None:
+        self.shapes = {name: value.shape for name, value in example.items()}
         self.places: dict[str, tuple[int, int]] = {}
         self.width = 0
-        for name, value in form.items():
+        for name, value in example.items():
             self.places[name] = (self.width, self.width + value.numel())
             self.width += -(-max(value.numel(), 1) // ALIGNED) * ALIGNED
         self.flat = like.new_zeros(rows, self.width)
 
     def more(self, rows: int) -> Rows:
-        """Other rows of the same form."""
+        """Other rows of the same kind."""
         made = copy.copy(self)
         made.flat = self.flat.new_zeros(rows, self.width)
         return made

@@ -1,7 +1,7 @@
 """The step of lanes: one SGD step of all of them at once, and the layouts it has.
 
 Weights of its own for every lane make a convolution a grouped one, which cuDNN runs well for some sizes only. So there
-are three forms of a step. Grouped: all lanes at once, as vmap makes it. Fused: the same, with the kernels of `fused`
+are three layouts of a step. Grouped: all lanes at once, as vmap makes it. Fused: the same, with the kernels of `fused`
 where they fit; best for a few channels. Apart: each lane by itself, on streams beside each other; best for a large
 network, whose plain convolutions fill the GPU, and on a CPU for all but small ones.
 """
@@ -25,19 +25,19 @@ from unskew.models.networks import Split
 from unskew.training.client import Local, batch_of, local_step
 from unskew.training.engines.lanes.fused.layer import fused, fusible
 from unskew.training.engines.lanes.rows import Rows
-from unskew.training.network import network
+from unskew.training.functional import network
 from unskew.training.training import Training
 from unskew.tree import Tree, each, rows
 
 Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its first axis
 
-FORMS = ("grouped", "fused", "apart")
+LAYOUTS = ("grouped", "fused", "apart")
 LARGE = 1_000_000  # parameters from which on lanes are better apart
 SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 
 
-def form_of(run: Training, precision: str) -> str:
-    """The form that pays, by a rule of thumb; on a CPU layers that draw need lanes apart to draw the same again."""
+def layout_of(run: Training, precision: str) -> str:
+    """The layout that pays, by a rule of thumb; on a CPU layers that draw need lanes apart to draw the same again."""
     if not run.federation.data.y.is_cuda:
         return "grouped" if run.net.size < SMALL and not draws(run.model) else "apart"
     if precision != "float32" and fusible(run.model):
@@ -45,16 +45,18 @@ def form_of(run: Training, precision: str) -> str:
     return "apart" if run.net.size >= LARGE else "grouped"
 
 
-def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) -> Callable[[Dataset, Buffers], None]:
+def lane_step(
+    run: Training, rows_of: dict[str, Rows], autocast: bool, layout: str
+) -> Callable[[Dataset, Buffers], None]:
     """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it.
 
-    In the form "apart" it takes the buffers of one lane.
+    In the layout "apart" it takes the buffers of one lane.
     """
-    model = cast(Split, fused(run.model)) if form == "fused" else run.model
+    model = cast(Split, fused(run.model)) if layout == "fused" else run.model
     device = run.federation.data.y.device
     net = network(_norms_in_float32(model), device) if autocast else network(model, device)
     step = local_step(net, run.algorithm)
-    axes = Context(*(0 if forms[name].places else None for name in Context._fields))  # type: ignore[arg-type]
+    axes = Context(*(0 if rows_of[name].places else None for name in Context._fields))  # type: ignore[arg-type]
     stepped = vmap(step, in_dims=(0, 0, axes, 0, 0), randomness="different")
 
     def act(data: Dataset, lanes: Buffers) -> None:
@@ -63,14 +65,14 @@ def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) 
         chosen = lanes["rows"][place].long()  # (K, B)
         cropped = Crops(lanes["shift"][place], lanes["flip"][place]) if run.augment else None
         batch = batch_of(data, lanes["model"].dtype, chosen, cropped)
-        trees = {name: form.trees(lanes[name]) for name, form in forms.items()}
+        trees = {name: held.trees(lanes[name]) for name, held in rows_of.items()}
         local = Local(trees["model"], trees["velocity"], trees["steps"], lanes["loss"])
         context = Context(*(trees[name] for name in Context._fields))
         given = trees["given"]
         sgd = SGD(*(given[name] for name in SGD._fields))  # type: ignore[arg-type]  # one a lane
         progress = position / given["count"]
         with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=autocast):
-            if form == "apart":
+            if layout == "apart":
                 one = step(*_only(local, batch, context, progress, sgd))
                 model, velocity, steps = (each(lambda value: value[None], tree) for tree in one[:3])
                 after = Local(model, velocity, steps, one.loss[None])
@@ -78,7 +80,7 @@ def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) 
                 after = stepped(local, batch, context, progress, sgd)
         for name, tree in zip(("model", "velocity", "steps"), after[:3], strict=True):
             if tree:  # written as a whole: a compiler makes long work of many views
-                lanes[name].copy_(forms[name].packed(tree, (len(position),)))
+                lanes[name].copy_(rows_of[name].packed(tree, (len(position),)))
         lanes["loss"].copy_(after.loss)
         position.add_(1).clamp_(max=lanes["rows"].shape[1] - 1)  # a lane without a client stays inside its plan
 
