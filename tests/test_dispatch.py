@@ -20,7 +20,7 @@ from unskew.data.partition import Federation
 from unskew.errors import UsageError
 from unskew.methods.algorithms import fedavg, fedavgm, feddyn, fednova, fedprox, keep_local, moon, scaffold
 from unskew.methods.optim import cosine
-from unskew.models.networks import Split, body, build
+from unskew.models.networks import Split, build, in_features
 from unskew.training.engines.lanes.buffers import LaneBuffers
 from unskew.training.engines.lanes.engine import Lanes, check_shareable, program
 from unskew.training.engines.lanes.fused.layer import FusedConv, fused
@@ -114,7 +114,7 @@ def test_methods_of_one_step_share_lanes(ragged):
         [scaffold(), scaffold("equal")],
         [fedprox(0.1, scaffold()), fedprox(1.0, scaffold("equal"))],
         [feddyn(0.1), feddyn(1.0)],
-        [keep_local(fedavg(), body), keep_local(fedavgm(0.5), body)],
+        [keep_local(fedavg(), in_features), keep_local(fedavgm(0.5), in_features)],
     ):
         runs = [Training(toy_model("batch"), ragged, method, **given, schedule=cosine()) for method in methods]
         assert len({program(run) for run in runs}) == 1
@@ -250,7 +250,7 @@ def spread(rank, folder):
 def spread_runs():
     parts = (torch.arange(0, 20), torch.arange(20, 25), torch.arange(25, 60))
     federation, options = Federation(toy_data(), parts), {"rounds": 3, "batch": 8, "lr": 0.05, "epochs": 2}
-    for method in (scaffold(), keep_local(moon(), body), fednova()):
+    for method in (scaffold(), keep_local(moon(), in_features), fednova()):
         yield [Training(toy_model("batch"), federation, method, **options, seed=seed) for seed in range(3)]
 
 

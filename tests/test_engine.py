@@ -16,8 +16,8 @@ from unskew.errors import UsageError
 from unskew.methods.algorithms import alternating, fedavg, fedopt, moon, proximal, scaffold, server
 from unskew.methods.optim import momentum
 from unskew.models.evaluate import batches
-from unskew.models.networks import Split, body
-from unskew.training.aggregate import plain_sum
+from unskew.models.networks import Split, in_features
+from unskew.training.aggregate import plain_aggregator
 from unskew.training.engines.batched import batched
 from unskew.training.engines.sequential import sequential
 from unskew.training.functional import installed, network
@@ -139,22 +139,22 @@ def test_a_failure_says_where_it_happened(ragged):
         assert "round 1 of 1" in " ".join(failure.value.__notes__)
 
 
-def test_a_sum_names_who_is_missing_or_strange():
-    sum = plain_sum()
+def test_an_aggregator_names_who_is_missing_or_strange():
+    aggregator = plain_aggregator()
     upload = {"w": torch.ones(1, 2)}
-    state = sum.add(sum.begin([3, 5]), [3], upload)
+    state = aggregator.add(aggregator.begin([3, 5]), [3], upload)
     with pytest.raises(RuntimeError, match=r"clients \[5\] have sent nothing"):
-        sum.end(state)
+        aggregator.end(state)
     with pytest.raises(RuntimeError, match=r"\[3\] were not expected"):
-        sum.add(state, [3], upload)
-    assert sum.end(sum.add(state, [5], upload))["w"].tolist() == [2, 2]
+        aggregator.add(state, [3], upload)
+    assert aggregator.end(aggregator.add(state, [5], upload))["w"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])
 def test_frozen_running_statistics_are_never_written(engine, ragged):
     model = toy_model("batch")
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    rounds = list(train(model, ragged, replace(fedavg(), frozen=body), rounds=3, batch=8, lr=0.1, engine=engine))
+    rounds = list(train(model, ragged, replace(fedavg(), frozen=in_features), rounds=3, batch=8, lr=0.1, engine=engine))
     for name in ("features.1.running_mean", "features.1.running_var", "features.0.weight"):
         assert torch.equal(rounds[-1].params[name], start[name])
     assert (rounds[-1].params["classifier.weight"] - start["classifier.weight"]).abs().max() > 1e-3

@@ -32,7 +32,7 @@ from unskew.methods.algorithms import (
 )  # fmt: skip
 from unskew.methods.names import method, pieces
 from unskew.methods.optim import momentum
-from unskew.models.networks import Split, head
+from unskew.models.networks import Split, in_classifier
 from unskew.models.variants import spherical, unit_features
 from unskew.training.client import make_visit
 from unskew.training.engines.protocol import RoundByRound
@@ -117,9 +117,9 @@ ODD = {
     "feddyn, proximal": (proximal(feddyn(1.0), 0.5), Rule("gradients", "equal")),
     "fednova, in turns": (alternating(fednova(), 0.3), Rule("directions", turns=0.3)),
     "fednova, proximal": (proximal(fednova(), 1.0), Rule("directions", **PULLED)),
-    "fednova, proximal head": (proximal(fednova(), 1.0, only=head), Rule("directions", **PULLED_HEAD)),
+    "fednova, proximal head": (proximal(fednova(), 1.0, only=in_classifier), Rule("directions", **PULLED_HEAD)),
     "fednova, proximal twice, in turns": (
-        alternating(proximal(proximal(fednova(), 0.5), 0.5, only=head), 0.5),
+        alternating(proximal(proximal(fednova(), 0.5), 0.5, only=in_classifier), 0.5),
         Rule("directions", pull=(0.5, 1.0), turns=0.5),
     ),
 }

@@ -60,7 +60,12 @@ from unskew.methods.optim import (
 )
 from unskew.models.cutting import split as split
 from unskew.models.evaluate import Scores as Scores, batches as batches, score as score
-from unskew.models.networks import Split as Split, body as body, build as build, head as head
+from unskew.models.networks import (
+    Split as Split,
+    build as build,
+    in_classifier as in_classifier,
+    in_features as in_features,
+)
 from unskew.models.variants import (
     clsnorm as clsnorm,
     fixed_classifier as fixed_classifier,
@@ -72,7 +77,7 @@ from unskew.statistics.collecting import collect as collect
 from unskew.statistics.doubts import doubts_about as doubts_about
 from unskew.statistics.moments import FeatureStats as FeatureStats
 from unskew.statistics.robust import robust_sum as robust_sum
-from unskew.training.aggregate import Sum as Sum, plain_sum as plain_sum
+from unskew.training.aggregate import Aggregator as Aggregator, plain_aggregator as plain_aggregator
 from unskew.training.costs import Traffic as Traffic, traffic as traffic
 from unskew.training.engines.batched import batched as batched
 from unskew.training.engines.lanes.engine import Lanes as Lanes

@@ -133,7 +133,7 @@ def personal_models(
         site = Site(id, federation, algorithm, last.number, seed)
         made = way(installed(model, {**last.params, **kept}), site)
         if not all(torch.isfinite(value).all() for value in made.parameters()):
-            raise Diverged(f"the personal model of client {id} left the numbers: lower its learning rate")
+            raise Diverged(f"the personal model of client {id} is NaN or infinite: lower its learning rate")
         yield made
 
 

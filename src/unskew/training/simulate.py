@@ -15,7 +15,7 @@ from unskew.data.partition import Federation
 from unskew.methods.algorithm import Algorithm
 from unskew.methods.optim import Schedule
 from unskew.models.networks import Split
-from unskew.training.aggregate import Sum
+from unskew.training.aggregate import Aggregator
 from unskew.training.engines.batched import batched
 from unskew.training.engines.protocol import Engine
 from unskew.training.engines.registry import engine_of
@@ -35,7 +35,7 @@ class Settings(TypedDict, total=False):
     fraction: float
     augment: bool
     seed: int
-    sum: Sum | None
+    aggregator: Aggregator | None
     recalibrate: tuple[Calibrator, int] | None
 
 
@@ -52,8 +52,8 @@ def train(
     """Train a model over a federation, round by round; the model itself stays as it is.
 
     `settings` are those of `Training`: epochs, steps, batch, lr, momentum, weight_decay, schedule, fraction, augment,
-    seed, sum, recalibrate. Clients that are absent keep what they keep. Raises `Diverged` when the loss is no number
-    any more. `resume` goes on after a round. `engine` is an engine or its name, one of
+    seed, aggregator, recalibrate. Clients that are absent keep what they keep. Raises `Diverged` when the loss is NaN
+    or infinite. `resume` goes on after a round. `engine` is an engine or its name, one of
     `unskew.training.engines.registry`. On a CPU this process keeps the pages of large tensors from then on: see
     `unskew.system.machine.keep_pages`.
     """

@@ -27,7 +27,7 @@ from unskew.models.networks import Split
 from unskew.seeds import generator
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FeatureStats, added
-from unskew.training.aggregate import Sum, plain_sum
+from unskew.training.aggregate import Aggregator, plain_aggregator
 from unskew.training.client import Visited, at_home, enter, make_visit, seen, settle
 from unskew.training.functional import Network, installed, network
 from unskew.training.plan import Plan, make_plan, step_count
@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
 
 
 class Diverged(ArithmeticError):
-    """Training left the numbers."""
+    """The loss or the model of a training is NaN or infinite."""
 
     runs: Sequence[int] = (0,)  # which, of those that were trained together
 
@@ -93,7 +93,7 @@ class Training:
     fraction: float = 1.0
     augment: bool = False
     seed: int = 0
-    sum: Sum = field(default_factory=plain_sum)
+    aggregator: Aggregator = field(default_factory=plain_aggregator)
     recalibrate: tuple[Calibrator, int] | None = None
     net: Network = field(init=False, repr=False)  # on the data's device
 
@@ -155,16 +155,16 @@ class Training:
 
     def aggregate(self, last: Round, ids: Sequence[int], visits: Iterable[Visited]) -> Outcome:
         """The outcome of the round after the last one, of what its clients have done, in the order of `ids`."""
-        total, clients, losses = self.sum.begin(ids), [], []
+        total, clients, losses = self.aggregator.begin(ids), [], []
         for id, (upload, client, loss) in zip(ids, visits, strict=True):
-            total = self.sum.add(total, [id], stack([upload]))
+            total = self.aggregator.add(total, [id], stack([upload]))
             clients.append(client)
             losses.append(loss)
-        settled = settle(self.net, self.algorithm, last.params, last.state, self.sum.end(total))
+        settled = settle(self.net, self.algorithm, last.params, last.state, self.aggregator.end(total))
         return Outcome(*settled, clients, losses)
 
     def after(self, last: Round, ids: Sequence[int], outcome: Outcome, began: float) -> Round:
-        """The round that follows, of which this is the outcome. Raises `Diverged` where that is no number any more."""
+        """The round that follows, of which this is the outcome. Raises `Diverged` where that is NaN or infinite."""
         kept = dict(zip(ids, outcome.clients, strict=True))
         finite = all(torch.isfinite(value).all() for value in outcome.params.values())
         return self.judged(self.next(last, ids, outcome.params, outcome.state, kept), outcome.losses, finite, began)

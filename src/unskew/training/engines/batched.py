@@ -20,7 +20,7 @@ from unskew.tree import each, pick, rows, stack
 @RoundByRound
 def batched(training: Training, last: Round, ids: Sequence[int]) -> Outcome:
     """Train all clients at once, with a client axis in front of every tensor; those with more steps go on alone."""
-    net, algorithm, params, aggregator = training.net, training.algorithm, last.params, training.sum
+    net, algorithm, params, aggregator = training.net, training.algorithm, last.params, training.aggregator
     data, sizes, sgd = training.federation.data, training.federation.sizes, training.sgd(last.number + 1)
     plans = {id: training.plan(last.number + 1, id) for id in ids}
     order = sorted(ids, key=lambda id: -len(plans[id].rows))  # longest first

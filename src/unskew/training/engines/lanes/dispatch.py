@@ -82,7 +82,7 @@ class LaneRuns:
         if last.number >= training.rounds:
             return
         round = last.number + 1 - self.first[run]
-        self.sums[run], self.added[run] = training.sum.begin(self.cohorts[run][round]), 0
+        self.sums[run], self.added[run] = training.aggregator.begin(self.cohorts[run][round]), 0
         self.servers.write(run, last.params)
         self.states.write(run, pick(last.state, training.algorithm.sent))
         self.began[run] = time.perf_counter()
@@ -161,7 +161,7 @@ class LaneRuns:
             if not all(place in early for place in turn):
                 break
             there = [each(self._here, early.pop(place)) for place in turn]
-            self.sums[run] = self.runs[run].sum.add(self.sums[run], [ids[place] for place in turn], stack(there))
+            self.sums[run] = self.runs[run].aggregator.add(self.sums[run], [ids[place] for place in turn], stack(there))
             self.added[run] = turn.stop
 
     def _here(self, value: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class LaneRuns:
         ids = self.cohorts[run][before.number + 1 - self.first[run]]
         finished = self.finished[run] if self.processes == 1 else [self._together(run, ids)]
         self.finished[run] = []
-        total = training.sum.end(self.sums[run])
+        total = training.aggregator.end(self.sums[run])
         params, state = settle(training.net, training.algorithm, before.params, before.state, total)
         clients = {}
         for id in ids if self.lanes.kept.width else ():
