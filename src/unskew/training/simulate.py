@@ -8,35 +8,15 @@ rounds that follow are those that would have followed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
-from unskew.calibration.heads import Calibrator
 from unskew.data.partition import Federation
 from unskew.methods.algorithm import Algorithm
-from unskew.methods.optim import Schedule
 from unskew.models.networks import Split
-from unskew.training.aggregate import Aggregator
 from unskew.training.engines.batched import batched
 from unskew.training.engines.protocol import Engine
 from unskew.training.engines.registry import engine_of
 from unskew.training.training import Round, Training
-
-
-class Settings(TypedDict, total=False):
-    """What can be said of a training beside its model, federation, algorithm and rounds: see `Training`."""
-
-    epochs: int
-    steps: int | None
-    batch: int
-    lr: float
-    momentum: float
-    weight_decay: float
-    schedule: Schedule | None
-    fraction: float
-    augment: bool
-    seed: int
-    aggregator: Aggregator | None
-    recalibrate: tuple[Calibrator, int] | None
 
 
 def train(
@@ -47,15 +27,14 @@ def train(
     rounds: int,
     engine: Engine | str = batched,
     resume: Round | None = None,
-    **settings: Unpack[Settings],
+    **settings: Any,
 ) -> Iterator[Round]:
     """Train a model over a federation, round by round; the model itself stays as it is.
 
-    `settings` are those of `Training`: epochs, steps, batch, lr, momentum, weight_decay, schedule, fraction, augment,
-    seed, aggregator, recalibrate. Clients that are absent keep what they keep. Raises `Diverged` when the loss is NaN
-    or infinite. `resume` goes on after a round. `engine` is an engine or its name, one of
-    `unskew.training.engines.registry`. On a CPU this process keeps the pages of large tensors from then on: see
-    `unskew.system.machine.keep_pages`.
+    `settings` are the fields of `Training`; None stands for the default. `engine` is an engine or its name, one of
+    `unskew.training.engines.registry`. `resume` goes on after a round. Clients that are absent keep what they keep.
+    Raises `Diverged` when the loss is NaN or infinite. On a CPU this process keeps the pages of large tensors from then
+    on: see `unskew.system.machine.keep_pages`.
     """
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     chosen, training = engine_of(engine), Training(model, federation, algorithm, rounds, **given)

@@ -103,9 +103,7 @@ class Training:
         whole = hasattr(self.algorithm, "algorithm")  # a Method
         remedy = "give its .algorithm" if whole else "call its factory: fedavg()"
         expect("algorithm", self.algorithm, Algorithm, remedy)
-        check_callable("schedule", self.schedule)
         _check(self)
-        check_batch(self.batch, len(self.federation.data.y))
         object.__setattr__(self, "net", network(self.model, self.federation.data.y.device))
         _check_fit(self)
 
@@ -250,27 +248,8 @@ def cohort_of(clients: int, fraction: float, seed: int, round: int) -> list[int]
     """The ids of the clients that train in a round, ascending: all, or a random choice that depends on seed and
     round.
     """
-    count = max(1, round_half_up(fraction * clients))
+    count = max(1, math.floor(fraction * clients + 0.5))  # Python's own rounding would make 2 of 2.5
     return sorted(torch.randperm(clients, generator=generator(seed, "cohort", round))[:count].tolist())
-
-
-def round_half_up(value: float) -> int:
-    """The nearest whole number; Python's own rounding would make 2 of 2.5."""
-    return math.floor(value + 0.5)
-
-
-def check_batch(batch: int, examples: int) -> None:
-    """Refuse a batch that repeats all the data there are many times over."""
-    if batch > max(examples, 1024):
-        raise UsageError(f"batch is {batch}, but there are {examples} training examples in all: use a smaller one")
-
-
-def check_callable(name: str, function: object) -> None:
-    """Refuse the name of a function where the function itself is wanted."""
-    if not callable(function):
-        raise UsageError(
-            f"{name} is {function!r}, which can't be called: give the function, such as cosine() or batched"
-        )
 
 
 def _check(training: Training) -> None:
@@ -282,6 +261,13 @@ def _check(training: Training) -> None:
     for name, rule in allowed.items():
         if getattr(training, name) is not None:
             check_number(name, getattr(training, name), rule)
+    if not callable(training.schedule):
+        raise UsageError(f"schedule is {training.schedule!r}, which can't be called: give a function, such as cosine()")
+    examples = len(training.federation.data.y)
+    if training.batch > max(examples, 1024):
+        raise UsageError(
+            f"batch is {training.batch}, but there are {examples} training examples in all: use a smaller one"
+        )
     pull = sum(value for name, value in training.algorithm.numbers.items() if name.startswith("proximal"))
     if training.lr * pull > 1:
         raise UsageError(

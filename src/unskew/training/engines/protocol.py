@@ -51,6 +51,18 @@ def one_at_a_time(
     raise_diverged(diverged)
 
 
+TrainRound = Callable[[Training, Round, Sequence[int]], Outcome]
+
+
+def next_round(train_round: TrainRound, training: Training, last: Round) -> Round:
+    """The round after the last one, by a function that trains the clients of these ids."""
+    began, number = time.perf_counter(), last.number + 1
+    ids = training.ids(number)
+    with noted(f"in round {number} of {training.rounds}"):
+        outcome = train_round(training, last, ids)
+    return training.after(last, ids, outcome, began)
+
+
 class RoundByRound:
     """An engine, made of a function for one round: `train_round(training, last, ids)` gives the round's `Outcome`.
 
@@ -65,7 +77,7 @@ class RoundByRound:
     <generator object ...>
     """
 
-    def __init__(self, train_round: Callable[[Training, Round, Sequence[int]], Outcome]) -> None:
+    def __init__(self, train_round: TrainRound) -> None:
         self.train_round = train_round
         functools.update_wrapper(self, train_round)  # type: ignore[arg-type]
 
@@ -76,9 +88,5 @@ class RoundByRound:
     def _rounds(self, training: Training, resume: Round | None) -> Iterator[Round]:
         last = resume or training.start()
         while last.number < training.rounds:
-            began, number = time.perf_counter(), last.number + 1
-            ids = training.ids(number)
-            with noted(f"in round {number} of {training.rounds}"):
-                outcome = self.train_round(training, last, ids)
-            last = training.after(last, ids, outcome, began)
+            last = next_round(self.train_round, training, last)
             yield last

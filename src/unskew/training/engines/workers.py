@@ -19,11 +19,11 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -33,9 +33,9 @@ from unskew.errors import COUNT, UsageError, check_number
 from unskew.methods.algorithm import Client
 from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.system.machine import threads
-from unskew.training.client import Visited, make_visit, noted
-from unskew.training.engines.protocol import Resume, one_at_a_time
-from unskew.training.training import Round, Training
+from unskew.training.client import Visited, make_visit
+from unskew.training.engines.protocol import Resume, next_round, one_at_a_time
+from unskew.training.training import Outcome, Round, Training
 from unskew.tree import Tree, each, pick, prefix, under
 
 REMEDY = "use --engine sequential, in Python engine=sequential"
@@ -63,7 +63,7 @@ class Workers:
         with _hired(run, count) as crew:
             while last.number < run.rounds:
                 with threads(1):
-                    last = _next(run, crew, last)
+                    last = next_round(partial(_train_round, crew), run, last)
                 yield last
 
 
@@ -172,14 +172,8 @@ def _forking() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _next(run: Training, crew: Sequence[Worker], last: Round) -> Round:
-    """The round that follows."""
-    began, number = time.perf_counter(), last.number + 1
-    ids = run.ids(number)
-    with noted(f"in round {number} of {run.rounds}"):
-        visits = _visits(run, crew, last, ids)
-        outcome = run.aggregate(last, ids, visits)
-    return run.after(last, ids, outcome, began)
+def _train_round(crew: Sequence[Worker], run: Training, last: Round, ids: Sequence[int]) -> Outcome:
+    return run.aggregate(last, ids, _visits(run, crew, last, ids))
 
 
 def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[int]) -> Iterator[Visited]:

@@ -27,8 +27,7 @@ from unskew.methods.algorithm import Client, Context
 from unskew.methods.optim import SGD
 from unskew.seeds import derive
 from unskew.training.client import Local, begin, leave
-from unskew.training.engines.lanes.rows import Rows
-from unskew.training.engines.lanes.step import LAYOUTS, Buffers, draws, lane_step
+from unskew.training.engines.lanes.step import LAYOUTS, Buffers, Rows, draws, lane_step
 from unskew.training.training import Training
 from unskew.tree import Tree, each, pick, rows, stack, under
 

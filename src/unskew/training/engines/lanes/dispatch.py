@@ -26,7 +26,7 @@ from unskew.methods.algorithm import Client
 from unskew.seeds import derive
 from unskew.training.client import settle
 from unskew.training.engines.lanes.buffers import SHORT, LaneBuffers
-from unskew.training.engines.lanes.rows import Rows
+from unskew.training.engines.lanes.step import Rows
 from unskew.training.engines.lanes.timetable import Add, Load, Visit
 from unskew.training.training import Diverged, Round, Training
 from unskew.tree import Tree, each, pick, prefix, rows, stack, under
