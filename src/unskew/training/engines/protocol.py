@@ -73,8 +73,10 @@ class RoundByRound:
     ... def backwards(training, last, ids):
     ...     visits = [*map(training.visits(last), reversed(ids))]
     ...     return training.aggregate(last, ids, reversed(visits))
-    >>> backwards.rounds([])  # doctest: +ELLIPSIS
-    <generator object ...>
+    >>> from unskew import build, fedavg, federate, iid, load, train
+    >>> given = build("small-cnn", 10, 1, 8), federate(load("digits"), iid(2)), fedavg()
+    >>> [round.number for round in train(*given, rounds=2, engine=backwards)]
+    [1, 2]
     """
 
     def __init__(self, train_round: TrainRound) -> None:

@@ -73,6 +73,12 @@ class Lanes:
 
     `layout` of the step is one of `LAYOUTS`; "auto": by a rule of thumb. `precision` is that of the steps on a GPU:
     "float32", "tf32", or "bfloat16", by autocast. `compile` None: on a GPU. `usage` is told what is executed.
+
+    >>> from unskew import Training, build, fedavg, federate, iid, load
+    >>> first = Training(build("small-cnn", 10, 1, 8), federate(load("digits"), iid(2)), fedavg(), rounds=1, steps=1)
+    >>> second = Training(first.model, first.federation, fedavg(), rounds=2, steps=1, lr=0.1)
+    >>> sorted((which, round.number) for which, round in Lanes(4).rounds([first, second]))
+    [(0, 1), (1, 1), (1, 2)]
     """
 
     count: int = 0
