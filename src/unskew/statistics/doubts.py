@@ -12,7 +12,8 @@ twice the median's. One site, however large or far away, can't move these much.
     labels      where a class mean lies on the way from its own class (0) to another (1)
     drift       how far its class means lie from the others', over what chance would do
 
-The limits were measured: docs/trust.md. Honest federations stay far inside them, whatever the mix of classes.
+The limits were measured: docs/explanation/trust.md. Honest federations stay far inside them, whatever the mix of
+classes.
 """
 
 from __future__ import annotations
