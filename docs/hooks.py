@@ -65,7 +65,8 @@ def _public_names() -> str:
             package = line.module.split(".")[1]
             packages.setdefault(package, []).extend(f"::: {line.module}.{name.name}" for name in line.names)
     return "".join(
-        f"\n## unskew.{package}\n\n{_about(package)}\n\n" + "\n\n".join(names) + "\n" for package, names in packages.items()
+        f"\n## unskew.{package}\n\n{_about(package)}\n\n" + "\n\n".join(names) + "\n"
+        for package, names in packages.items()
     )
 
 
