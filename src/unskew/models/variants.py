@@ -37,7 +37,12 @@ def spherical(model: Split, rows: str = "qr", generator: torch.Generator | None 
 
 
 def unit_features(model: Split) -> Split:
-    """A copy of the model whose features have unit norm: "Norm" in SphereFed's Table 3."""
+    """A copy of the model whose features have unit norm: "Norm" in SphereFed's Table 3.
+
+    >>> net = unskew.unit_features(Split(nn.Flatten(), nn.Linear(16, 3)))
+    >>> net.features(torch.ones(2, 1, 4, 4)).norm(dim=1).round(decimals=4)
+    tensor([1., 1.])
+    """
     features = nn.Sequential(copy.deepcopy(model.features), Transform("unit"))
     return Split(features, copy.deepcopy(model.classifier), model.layer).train(model.training)
 
@@ -47,6 +52,10 @@ def fixed_classifier(model: Split, rows: str = "qr", generator: torch.Generator 
 
     The classifier is a constant: it needs no gradient, so no engine trains, uploads or averages it. Its rows are drawn
     from `generator`, by default one of a fixed seed, since all clients must have the same.
+
+    >>> rows = unskew.fixed_classifier(Split(nn.Flatten(), nn.Linear(16, 3))).classifier.weight
+    >>> torch.allclose(rows @ rows.T, torch.eye(3), atol=1e-5)
+    True
     """
     old = linear(model.classifier)
     place = lookup("placement of rows", rows, directions)
