@@ -42,7 +42,7 @@ def test_every_limit_is_used_and_none_is_used_that_there_is_not() -> None:
 
 def test_the_table_in_the_docs_is_the_table() -> None:
     rows = [f"| `{name}` | {row.most} | {row.counts} | {row.about} |" for name, row in limits.TABLE.items()]
-    assert "\n".join(rows) in (DOCS / "limits.md").read_text()
+    assert "\n".join(rows) in (DOCS / "reference" / "limits.md").read_text()
 
 
 def test_limits_are_changed_by_the_environment_by_a_program_and_for_a_while(monkeypatch) -> None:

@@ -132,7 +132,7 @@ def test_without_the_package_its_name_is_said(tmp_path):
 
 
 def test_a_signature_is_what_the_docs_say(tmp_path, stats):
-    """By the words of docs/calibration.md alone, with nothing of Unskew's: another language could do it."""
+    """By the words of docs/reference/file-format.md alone, with nothing of Unskew's: another language could do it."""
     (key,) = keys(tmp_path, "site_a")
     path = signed_file(tmp_path / "x.stats", stats, key)
     raw = path.read_bytes()
