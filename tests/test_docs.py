@@ -21,10 +21,10 @@ from typing import NamedTuple
 import click
 import pytest
 import torch
-from commands import unskew
-from pictures import KINDS, folder_of
 from safetensors.torch import save_file
 
+from helpers.commands import unskew
+from helpers.pictures import KINDS, folder_of
 from unskew.cli.main import app
 
 ROOT = Path(__file__).parents[1]
