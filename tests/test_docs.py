@@ -23,8 +23,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from commands import unskew
-from pictures import KINDS, folder_of
+from helpers.commands import unskew
+from helpers.pictures import KINDS, folder_of
 from unskew.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -155,6 +155,15 @@ def test_links_lead_somewhere(path: Path) -> None:
         if anchor and found.suffix == ".md" and not anchor.startswith("unskew."):
             headings = re.findall(r"(?m)^#+ (.*)$", found.read_text(encoding="utf-8"))
             assert anchor in {slug(heading) for heading in headings}, f"points to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_files_that_are_named_are_there(path: Path) -> None:
+    named = re.findall(
+        r"(?<![\w/])(?:src|tests|docs|benchmarks|results|unskew)/[\w/.-]+\.(?:py|md|pyi)\b", path.read_text("utf-8")
+    )
+    places = {name: (ROOT / name, ROOT / "src" / name) for name in named}
+    assert [name for name, where in places.items() if not any(place.exists() for place in where)] == []
 
 
 def slug(heading: str) -> str:

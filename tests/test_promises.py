@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import unskew
-from commands import ENVIRONMENT
+from helpers.commands import ENVIRONMENT
 
 SOURCE = Path(unskew.__file__).parent
 CORE = ("tree", "seeds", "data.datasets", "data.partition", "models.networks", "models.cutting", "models.evaluate",

@@ -10,7 +10,7 @@ client, running statistics of batch norm are averaged by examples, never pushed 
 `pull` to the start is added after `correct`, so that FedNova and SCAFFOLD can reckon with it.
 
 Each docstring says where its method *ends*: the model that a round gives back as it was. f_k is client k's mean loss
-with weight decay, p_k its weight, and *the optimum* that of sum_k p_k f_k. `tests/test_fixed_points.py` goes there.
+with weight decay, p_k its weight, and *the optimum* that of sum_k p_k f_k. `test_fixed_points.py` goes there.
 """
 
 from __future__ import annotations
