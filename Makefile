@@ -54,7 +54,7 @@ bench-gpu: $(VENV)/.developing
 	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 20 --runs 1 --alphas 0.1
 	for lanes in 10 64; do $(BIN)/python benchmarks/lanes.py clients --precision bfloat16 --lanes $$lanes; done
 	for net in "resnet18 --norm group" "mobilenetv2 --norm batch"; do \
-		$(BIN)/python benchmarks/lanes.py steps --model $$net --classes 100 --form apart --lanes 10 --precision bfloat16 \
+		$(BIN)/python benchmarks/lanes.py steps --model $$net --classes 100 --layout apart --lanes 10 --precision bfloat16 \
 			--loop eager,compiled --loop-steps 100 --repeat 30; done
 	$(BIN)/python benchmarks/calibration.py collect --device cuda --images 20480 --repeat 7
 	$(BIN)/python benchmarks/table2.py

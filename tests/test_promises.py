@@ -19,12 +19,12 @@ from helpers.commands import ENVIRONMENT
 
 SOURCE = Path(unskew.__file__).parent
 CORE = ("tree", "seeds", "data.datasets", "data.partition", "models.networks", "models.cutting", "models.evaluate",
-        "models.transforms", "methods.optim", "methods.algorithms", "training.engine", "training.simulate",
-        "training.sums", "statistics.moments", "calibration.heads", "calibration.ridge", "calibration.discriminants",
-        "calibration.selection")  # fmt: skip
+        "models.transforms", "methods.optim", "methods.algorithms", "training.client", "training.simulate",
+        "training.aggregate", "statistics.moments", "calibration.heads", "calibration.ridge",
+        "calibration.discriminants", "calibration.selection")  # fmt: skip
 ELSEWHERE = {
     "unskew.__main__",
-    *([] if importlib.util.find_spec("triton") else ["unskew.training.lanes.kernels_triton"]),
+    *([] if importlib.util.find_spec("triton") else ["unskew.training.engines.lanes.fused.triton_kernels"]),
 }
 MODULES = sorted(item.name for item in pkgutil.walk_packages([str(SOURCE)], "unskew.") if item.name not in ELSEWHERE)
 

@@ -20,7 +20,7 @@ from unskew.files import limits, untrusted as files
 from unskew.files.writing import load_tree, metadata_of
 from unskew.models.weights import read_weights
 from unskew.statistics.header import head_of
-from unskew.training.engines.choice import _read
+from unskew.training.engines.auto import _read
 
 DOCS = SOURCE.parents[1] / "docs"
 

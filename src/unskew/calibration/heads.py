@@ -119,7 +119,7 @@ class Calibrator:
         made = self.fit(Material(stats, old, generator, prior, features, sites))
         silence(linear(made), (stats.count == 0) if prior is None else (prior == 0))
         if not all(torch.isfinite(value).all() for value in made.parameters()):
-            raise UsageError(f"{self.name} left the numbers that {old.weight.dtype} can hold: {self.remedy}")
+            raise UsageError(f"the head of {self.name} is NaN or infinite in {old.weight.dtype}: {self.remedy}")
         return made
 
 

@@ -39,7 +39,7 @@ from unskew.models.networks import Split, build, check_memory, linear, linear_of
 from unskew.models.transforms import Transform
 from unskew.models.variants import NormalisedLinear
 from unskew.specs import is_own
-from unskew.training.simulate import Round, Training
+from unskew.training.training import Round, Training
 from unskew.tree import Tree, each, prefix, under
 
 # ---------------------------------------------------------------------------------------------- whose it is

@@ -26,7 +26,7 @@ from torch import Tensor
 from unskew.errors import NOT_NEGATIVE, PART, POSITIVE, UsageError, check_number, expect
 from unskew.methods.algorithm import Algorithm, Batch, Context, Net, Output, Population, Pull, Work, always
 from unskew.methods.optim import ServerOptimiser, adagrad, adam, momentum, yogi
-from unskew.models.networks import Split, body, head, linear
+from unskew.models.networks import Split, in_classifier, in_features, linear
 from unskew.models.variants import projected
 from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
 
@@ -307,7 +307,7 @@ def frozen_head(base: Algorithm) -> Algorithm:
 
 @functools.cache
 def _or_head(base: Callable[[str], bool]) -> Callable[[str], bool]:
-    return lambda name: base(name) or head(name)
+    return lambda name: base(name) or in_classifier(name)
 
 
 def on_sphere(base: Algorithm) -> Algorithm:
@@ -398,7 +398,7 @@ def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
 def _in_turns(base: Callable[[str, Tensor], Tensor], share: float) -> Callable[[str, Tensor], Tensor]:
     def trained(name: str, progress: Tensor) -> Tensor:
         first = (progress < share).to(progress)
-        return base(name, progress) * (first if head(name) else 1 - first)
+        return base(name, progress) * (first if in_classifier(name) else 1 - first)
 
     return trained
 
@@ -417,11 +417,11 @@ def fedprox(mu: float = 0.01, base: Algorithm | None = None) -> Algorithm:
 
 
 def clsprox(mu: float = 0.01, base: Algorithm | None = None) -> Algorithm:
-    """The proximal term on the classifier alone: `proximal(base, mu, only=head)`.
+    """The proximal term on the classifier alone: `proximal(base, mu, only=in_classifier)`.
     >>> unskew.clsprox(mu=0.1).numbers
     {'proximal': 0.1}
     """
-    return proximal(base or fedavg(), mu, only=head)
+    return proximal(base or fedavg(), mu, only=in_classifier)
 
 
 def fedavgm(beta: float = 0.1, base: Algorithm | None = None) -> Algorithm:
@@ -477,20 +477,20 @@ def fedbabu(base: Algorithm | None = None) -> Algorithm:
 
 
 def lg_fedavg(base: Algorithm | None = None) -> Algorithm:
-    """LG-FedAvg (Liang et al. 2020), the features stay with each client: `keep_local(base, body)`.
+    """LG-FedAvg (Liang et al. 2020), the features stay with each client: `keep_local(base, in_features)`.
     >>> [unskew.lg_fedavg().shared(name) for name in ("features.0.weight", "classifier.weight")]
     [False, True]
     """
-    return keep_local(base or fedavg(), body)
+    return keep_local(base or fedavg(), in_features)
 
 
 def fedrep(share: float = 0.5, base: Algorithm | None = None) -> Algorithm:
     """FedRep (Collins et al. 2021), the head stays with each client and learns before the features:
-    `alternating(keep_local(base, head), share)`.
+    `alternating(keep_local(base, in_classifier), share)`.
     >>> [unskew.fedrep().shared(name) for name in ("features.0.weight", "classifier.weight")]
     [True, False]
     """
-    return alternating(keep_local(base or fedavg(), head), share)
+    return alternating(keep_local(base or fedavg(), in_classifier), share)
 
 
 def _share(work: Work, weight: str) -> Tensor:

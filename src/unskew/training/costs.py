@@ -19,7 +19,8 @@ from unskew.methods.algorithm import Algorithm, Context, Population, always
 from unskew.methods.optim import SGD
 from unskew.models.networks import Split
 from unskew.statistics.moments import FeatureStats
-from unskew.training.engine import begin, enter, leave, network, seen, travelling
+from unskew.training.client import begin, enter, leave, seen, travelling
+from unskew.training.functional import network
 from unskew.tree import Tree, pick, prefix
 
 

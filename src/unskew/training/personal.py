@@ -30,9 +30,10 @@ from unskew.models.networks import Split, evaluating
 from unskew.models.variants import NormalisedLinear
 from unskew.seeds import generator
 from unskew.statistics.collecting import collect
-from unskew.training.engine import Cohort, at_home, enter, installed, network, plan, sequential
-from unskew.training.simulate import Diverged, Round
-from unskew.training.sums import plain_sum
+from unskew.training.client import at_home, enter, make_visit
+from unskew.training.functional import installed, network
+from unskew.training.plan import make_plan
+from unskew.training.training import Diverged, Round
 
 
 class Site(NamedTuple):
@@ -94,10 +95,10 @@ def everything(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: flo
     def fit(model: Split, site: Site) -> Split:
         alone = replace(fedavg(), criterion=site.algorithm.criterion, frozen=site.algorithm.frozen, shared=never)
         net, data = network(model), site.federation.data
-        todo = plan(site.rows, batch, site.seed, site.round + 1, site.id, epochs=epochs)
-        cohort = Cohort([site.id], [enter(net, alone, net.tree)], [todo], [len(site.rows)])
-        after = sequential(net, alone, SGD(lr, momentum), data, net.tree, {}, cohort, plain_sum())
-        return installed(model, after.clients[0].own)
+        todo = make_plan(site.rows, batch, site.seed, site.round + 1, site.id, epochs=epochs)
+        visit = make_visit(net, alone, SGD(lr, momentum), data, net.tree, {})
+        visited = visit(site.id, enter(net, alone, net.tree), todo, len(site.rows))
+        return installed(model, visited.client.own)
 
     return fit
 
@@ -140,7 +141,7 @@ def personal_models(
         site = Site(id, federation, algorithm, last.number, seed)
         made = way(installed(model, {**last.params, **kept}), site)
         if not all(torch.isfinite(value).all() for value in made.parameters()):
-            raise Diverged(f"the personal model of client {id} left the numbers: lower its learning rate")
+            raise Diverged(f"the personal model of client {id} is NaN or infinite: lower its learning rate")
         yield made
 
 

@@ -1,24 +1,11 @@
-"""Training many runs together on lanes: continuous batching of clients.
-
-When a lane's client has taken its steps, its upload goes into its run's sum and the lane takes the next client that
-waits, of whatever run. So a straggler with half of the data leaves no lane idle, and training takes the memory of the
-lanes, however many clients there are: what clients keep between rounds lies on the host. (Several processes hold all
-uploads of a round while they exchange them.)
+"""Carrying a timetable of lanes out: clients come and go, uploads are added, rounds end.
 
 Uploads are added in the order of the cohort, whoever finishes first: one that comes early waits for those before it, on
 the host where many do. So a run's bits do not depend on the runs beside it, nor on where it stopped and went on.
-
-Runs can share lanes when their local step is the same program: the same network, data, batch and the same functions
-of their algorithms. Seeds, cuts, learning rates, `numbers` such as FedProx's mu, rounds and the server's side may
-differ. The results are those of `sequential` up to rounding: each client's batches come from its own plan.
-
-    check_shareable, program   which runs can share lanes
-    train_on_lanes             carries a timetable out and yields each run's rounds as they end
-    Carrier                    what it knows meanwhile
+(Several processes hold all uploads of a round while they exchange them.)
 
 Nothing waits for a GPU inside a round: plans are made ahead by threads, and a round's loss is read when it has arrived,
-while the next steps are under way. If `torch.distributed` has been started, lanes are spread over its processes, all of
-which follow the same timetable and yield the same rounds.
+while the next steps are under way.
 """
 
 from __future__ import annotations
@@ -26,7 +13,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,178 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unskew.errors import UsageError
 from unskew.methods.algorithm import Client
 from unskew.seeds import derive
-from unskew.system.machine import keep_pages
-from unskew.training.engine import settle
-from unskew.training.lanes.lanes import SHORT, Lanes, Rows, form_of, precise
-from unskew.training.lanes.timetable import Add, Load, Move, Step, Usage, Visit, bound, choose, ladder_of, schedule
-from unskew.training.simulate import Diverged, Round, Training
+from unskew.training.client import settle
+from unskew.training.engines.lanes.buffers import SHORT, LaneBuffers
+from unskew.training.engines.lanes.step import Rows
+from unskew.training.engines.lanes.timetable import Add, Load, Visit
+from unskew.training.training import Diverged, Round, Training
 from unskew.tree import Tree, each, pick, prefix, rows, stack, under
 
-HUGE = 2_000_000  # parameters of a network of which a few lanes fill a GPU
 TOGETHER = 16  # uploads that are added at once on a GPU, counted in the cohort's order; on a CPU one after the other
 PIECES = 64  # of work that the plans of many clients are made in
-COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
-
-# ---------------------------------------------------------------------------------------------- who shares
-
-
-def check_shareable(runs: Sequence[Training]) -> None:
-    """Refuse runs whose local steps are not the same program."""
-    first, wanted = runs[0], program(runs[0])
-    for run in runs[1:]:
-        if run.federation.data is not first.federation.data:
-            raise UsageError("runs that share lanes must have the same data set: load it once")
-        if (run.batch, run.augment) != (first.batch, first.augment):
-            raise UsageError("runs that share lanes must have the same batch and augmentation")
-        if program(run) != wanted:
-            raise UsageError("runs that share lanes must have the same network and the same local step")
-
-
-def program(run: Training) -> tuple[object, ...]:
-    """What a local step is made of: runs of equal programs can share lanes."""
-    method, shapes = run.algorithm, tuple((name, value.shape, value.dtype) for name, value in run.net.tree.items())
-    functions = (method.criterion, method.penalty, method.correct, method.pull, method.frozen, method.trained,
-                 method.shared)  # fmt: skip
-    settings = run.batch, run.augment, id(run.federation.data)
-    start = run.start()
-    kept = (pick(start.state, method.sent), *run.visitor(start, 0))
-    forms = tuple(tuple((name, value.shape, value.dtype) for name, value in tree.items()) for tree in kept)
-    net = (shapes, run.net.learnable, run.net.moving, str(run.model))
-    return (*functions, *settings, tuple(method.numbers), *forms, *net)
-
-
-# ---------------------------------------------------------------------------------------------- all runs
-
-
-def train_on_lanes(
-    runs: Sequence[Training], *, lanes: int | None = None, resume: Sequence[Round | None] | None = None,
-    precision: str = "float32", compile: bool | None = None, form: str | None = None, usage: Usage | None = None,
-) -> Iterator[tuple[int, Round]]:  # fmt: skip
-    """Train several runs together; yields (which run, its next round) as rounds end.
-
-    `lanes` None: the number that a rehearsal finds fastest. `precision` is that of the steps on a GPU: "float32",
-    "tf32", or "bfloat16", by autocast. `compile` None: on a GPU. `form` of the step: see `lanes`; None: by a
-    rule of thumb. `usage` is told what is executed. A run that diverges yields nothing more, though it keeps its place
-    on the lanes; the others go on, and `Diverged` is raised when they are done; its `runs` say which. When memory runs
-    out, the lanes are halved and the rounds that were under way begin again (not with several processes).
-    """
-    check_shareable(runs)
-    device = runs[0].federation.data.y.device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise UsageError(f"the data are on {device}, not on torch's current GPU: torch.cuda.set_device({device.index})")
-    last = [before or run.start() for run, before in zip(runs, resume or [None] * len(runs), strict=True)]
-    usage = usage or Usage()
-    usage.begin()
-    cuda, processes = device.type == "cuda", ranks()[1]
-    if not cuda:
-        keep_pages()
-    _, work = left_of(runs, last)
-    if not any(work):
-        return
-    each_rank = lanes or choose(
-        [rounds for rounds in work if rounds], COSTS[cuda], most_lanes(runs[0]) * processes, ladder(cuda)
-    )
-    each_rank = max(1, each_rank // processes)
-    options: dict[str, Any] = {"compile": cuda if compile is None else compile,
-               "form": form or form_of(runs[0], precision)}  # fmt: skip
-    while True:
-        try:
-            for run, round in _carried(runs, last, each_rank, precision, options, usage):
-                last[run] = round
-                yield run, round
-            return
-        except torch.OutOfMemoryError:
-            if each_rank == 1 or processes > 1:  # the others would wait for this one
-                raise
-        each_rank //= 2
-        warnings.warn(f"out of memory: going on with {each_rank} lanes", stacklevel=2)
-        torch.cuda.empty_cache()
-
-
-def left_of(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
-    """The cohorts of the rounds that are left, and their clients' steps."""
-    numbers = [range(before.number + 1, run.rounds + 1) for run, before in zip(runs, last, strict=True)]
-    cohorts = [[run.ids(number) for number in left] for run, left in zip(runs, numbers, strict=True)]
-    return cohorts, [
-        [[run.count(id) for id in ids] for ids in rounds] for run, rounds in zip(runs, cohorts, strict=True)
-    ]
-
-
-def most_lanes(run: Training) -> int:
-    """As many as pay: a large network fills a GPU with few, and memory with more."""
-    return 64 if run.net.size < HUGE else 16
-
-
-def ladder(cuda: bool) -> Callable[[int], list[int]]:
-    """The sizes of step: few on a GPU, where each costs a compilation."""
-    return lambda lanes: ladder_of(lanes, by=4, most=3) if cuda else ladder_of(lanes)
 
 
 def ranks() -> tuple[int, int]:
     """This process's rank and how many there are."""
     together = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-
-
-def _carried(
-    runs: Sequence[Training], last: Sequence[Round], each_rank: int, precision: str, options: dict[str, Any],
-    usage: Usage,
-) -> Iterator[tuple[int, Round]]:  # fmt: skip
-    """Carry out all that is left with so many lanes in each process."""
-    (rank, processes), cuda = ranks(), runs[0].federation.data.y.is_cuda
-    cohorts, work = left_of(runs, last)
-    sizes = ladder(cuda)(each_rank)
-    longest = max(steps for rounds in work for ids in rounds for steps in ids)
-    with precise(precision) as autocast:  # a CUDA graph keeps the precision that it was captured in
-        lanes = Lanes(runs[0], sizes, longest, autocast=autocast, **options)
-    usage.begin(bound([rounds for rounds in work if rounds], each_rank * processes))
-    pool = ThreadPoolExecutor(2)
-    try:
-        carrier = Carrier(runs, last, cohorts, lanes, pool)
-        timetable = schedule(work, [processes * size for size in sizes], processes)
-        for kind, operations in itertools.groupby(timetable, type):
-            some: list[Any] = list(operations)
-            if kind is Load:
-                carrier.load(_mine(some, rank, processes))
-            elif kind is Move:
-                for source, target in _mine(some, rank, processes):
-                    lanes.move(source, target)
-            elif kind is Step:
-                for step in some:
-                    lanes.take(step.size // processes, step.times)
-                    usage.note(step)
-                    yield from carrier.arrived()
-            elif kind is Add:
-                carrier.add(_mine(some, rank, processes))
-            else:
-                for (run,) in some:
-                    carrier.settle(run)
-            if carrier.all_diverged and processes == 1:  # several would not see it at the same moment
-                break
-        yield from carrier.arrived(wait=True)
-        usage.end()
-        carrier.complain()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _mine(operations: list[Any], rank: int, processes: int) -> list[Any]:
-    """The operations on this process's lanes, by their number here."""
-    if processes == 1:
-        return operations
-    found = []
-    for operation in operations:
-        lane = operation.source if isinstance(operation, Move) else operation.lane
-        if lane % processes == rank:
-            names = ("source", "target") if isinstance(operation, Move) else ("lane",)
-            found.append(operation._replace(**{name: getattr(operation, name) // processes for name in names}))
-    return found
-
-
-# ---------------------------------------------------------------------------------------------- carrying it out
 
 
 class Settled(NamedTuple):
@@ -218,17 +49,17 @@ class Settled(NamedTuple):
     judge: Callable[[], Round]  # the round with its loss, or `Diverged`
 
 
-class Carrier:
+class LaneRuns:
     """What is known of each run while the timetable is carried out."""
 
     def __init__(
         self, runs: Sequence[Training], last: Sequence[Round], cohorts: Sequence[Sequence[Sequence[int]]],
-        lanes: Lanes, pool: ThreadPoolExecutor,
+        lanes: LaneBuffers, pool: ThreadPoolExecutor,
     ) -> None:  # fmt: skip
         self.runs, self.cohorts, self.lanes, self.pool = runs, cohorts, lanes, pool
         self.last, self.first = list(last), [before.number + 1 for before in last]
         self.cuda, self.processes = lanes.device.type == "cuda", ranks()[1]
-        self.servers, self.states = (lanes.forms[name].more(len(runs)) for name in ("server", "state"))
+        self.servers, self.states = (lanes.rows_of[name].more(len(runs)) for name in ("server", "state"))
         self.kept: dict[tuple[int, int], Tensor] = {}  # what clients keep, as rows on the host
         self.finished: list[list[Finished]] = [[] for _ in runs]  # in the rounds under way
         self.plans: dict[tuple[int, int, int], tuple[Future[list[Tree]], int]] = {}  # by run, round and place
@@ -238,7 +69,7 @@ class Carrier:
         self.sums: list[Any] = [None] * len(runs)
         self.early: list[dict[int, Tree]] = [{} for _ in runs]  # uploads by place in the cohort, until their turn comes
         self.added = [0] * len(runs)  # uploads that are in the sum
-        self.forms: dict[int, Rows] = {}
+        self.left_rows: dict[int, Rows] = {}
         for run in range(len(runs)):
             self._ahead(run, 0)
             self._begin(run)
@@ -251,7 +82,7 @@ class Carrier:
         if last.number >= training.rounds:
             return
         round = last.number + 1 - self.first[run]
-        self.sums[run], self.added[run] = training.sum.begin(self.cohorts[run][round]), 0
+        self.sums[run], self.added[run] = training.aggregator.begin(self.cohorts[run][round]), 0
         self.servers.write(run, last.params)
         self.states.write(run, pick(last.state, training.algorithm.sent))
         self.began[run] = time.perf_counter()
@@ -330,7 +161,7 @@ class Carrier:
             if not all(place in early for place in turn):
                 break
             there = [each(self._here, early.pop(place)) for place in turn]
-            self.sums[run] = self.runs[run].sum.add(self.sums[run], [ids[place] for place in turn], stack(there))
+            self.sums[run] = self.runs[run].aggregator.add(self.sums[run], [ids[place] for place in turn], stack(there))
             self.added[run] = turn.stop
 
     def _here(self, value: Tensor) -> Tensor:
@@ -356,7 +187,7 @@ class Carrier:
         ids = self.cohorts[run][before.number + 1 - self.first[run]]
         finished = self.finished[run] if self.processes == 1 else [self._together(run, ids)]
         self.finished[run] = []
-        total = training.sum.end(self.sums[run])
+        total = training.aggregator.end(self.sums[run])
         params, state = settle(training.net, training.algorithm, before.params, before.state, total)
         clients = {}
         for id in ids if self.lanes.kept.width else ():
@@ -388,27 +219,27 @@ class Carrier:
 
     def _together(self, run: int, ids: Sequence[int]) -> Finished:
         """What the clients of all processes have sent, kept and lost: each gets all of it, and adds it up itself."""
-        form = self._form(run)
-        sent = form.flat.new_zeros(len(ids), form.width)
+        packing = self._rows_left(run)
+        sent = packing.flat.new_zeros(len(ids), packing.width)
         for places, uploads, kept, losses in self.finished[run]:
             for name, value in {**prefix("upload", uploads), "kept": kept, "loss": losses}.items():
-                form.trees(sent)[name][self.lanes.sent(torch.tensor(places))] = value
+                packing.trees(sent)[name][self.lanes.sent(torch.tensor(places))] = value
         dist.all_reduce(sent)  # each row is zero everywhere but at its owner
         for place in range(len(ids)):  # plans of other processes' lanes, which nobody here has taken
             self.plans.pop((run, self.last[run].number + 1 - self.first[run], place), None)
-        trees = form.trees(sent)
+        trees = packing.trees(sent)
         self._come(run, range(len(ids)), under("upload", trees))
         self._keep(run, ids, trees["kept"])
         return Finished(list(range(len(ids))), {}, trees["kept"], trees["loss"])
 
-    def _form(self, run: int) -> Rows:
-        """The form of what a client leaves behind, learnt from a lane whatever it holds."""
+    def _rows_left(self, run: int) -> Rows:
+        """How what a client leaves behind lies in a row, learnt from a lane whatever it holds."""
         training, lanes = self.runs[run], self.lanes
-        if run not in self.forms:
-            upload, kept, losses = lanes.left(training, [0], training.sgd(1), [1])
+        if run not in self.left_rows:
+            upload, kept, losses = lanes.leave(training, [0], training.sgd(1), [1])
             tree = {**prefix("upload", rows(upload, 0)), "kept": kept[0], "loss": losses[0]}
-            self.forms[run] = Rows(tree, losses)
-        return self.forms[run]
+            self.left_rows[run] = Rows(tree, losses)
+        return self.left_rows[run]
 
     def arrived(self, wait: bool = False) -> Iterator[tuple[int, Round]]:
         """The rounds whose loss has arrived, in their order; with `wait`, all."""
@@ -436,13 +267,6 @@ class Carrier:
         return all(
             run in self.diverged for run, last in enumerate(self.last) if last.number < self.runs[run].rounds
         ) and bool(self.diverged)
-
-    def complain(self) -> None:
-        """Raise what was put off, if a run diverged."""
-        if self.diverged:
-            error = self.diverged[min(self.diverged)]
-            error.runs = sorted(self.diverged)
-            raise error
 
 
 class Finished(NamedTuple):

@@ -1,17 +1,9 @@
-"""Lanes: what they hold, and the step that all of them take at once.
+"""Lanes: what they hold, and how their step is taken.
 
 A lane trains one client. Its tensors are rows of flat buffers, so that clients come and go by a few copies, shapes
 never change, and one compiled step, one CUDA graph, serves whoever is on the lanes. `timetable` says which
-client is on which lane when; `dispatch` carries it out.
-
-    Rows        trees of all lanes as rows of one tensor
-    lane_step   one SGD step of some lanes: gather, crop, normalise, then `local_step` under `vmap`
-    Lanes       the buffers, and their step: traced, compiled and captured on a GPU, plain on a CPU
-
-Weights of its own for every lane make a convolution a grouped one, which cuDNN runs well for some sizes only. So there
-are three forms of a step. Grouped: all lanes at once, as vmap makes it. Fused: the same, with the kernels of
-`kernels` where they fit; best for a few channels. Apart: each lane by itself, on streams beside each other;
-best for a large network, whose plain convolutions fill the GPU, and on a CPU for all but small ones.
+client is on which lane when; `dispatch` carries it out. The step is traced, compiled and captured on a GPU, plain on a
+CPU.
 
 On a CPU what a client learns has the same bits whoever is on the other lanes and however many there are, so that runs
 that share lanes resume to what they would have become. Lanes apart have that by themselves. Grouped, a library may take
@@ -22,230 +14,78 @@ one that gives other bits is taken in pairs.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from unskew.data.datasets import Crops, Dataset
 from unskew.errors import lookup
-from unskew.methods.algorithm import Batch, Client, Context
+from unskew.methods.algorithm import Client, Context
 from unskew.methods.optim import SGD
-from unskew.models.networks import Split
 from unskew.seeds import derive
-from unskew.training.engine import Local, batch_of, begin, leave, local_step, network
-from unskew.training.lanes.kernels import fused, fusible
-from unskew.training.simulate import Training
+from unskew.training.client import Local, begin, leave
+from unskew.training.engines.lanes.step import LAYOUTS, Buffers, Rows, draws, lane_step
+from unskew.training.training import Training
 from unskew.tree import Tree, each, pick, rows, stack, under
-
-# ---------------------------------------------------------------------------------------------- trees as rows
 
 STREAMS = 8
 SHORT = 64  # steps of a plan that is packed with others
-ALIGNED = 64  # elements: unaligned matrices are slow
-
-
-class Rows:
-    """Trees of one form, each a row of one tensor, so that a client is moved by one copy."""
-
-    def __init__(self, form: Tree, like: Tensor, rows: int = 0) -> None:
-        self.shapes = {name: value.shape for name, value in form.items()}
-        self.places: dict[str, tuple[int, int]] = {}
-        self.width = 0
-        for name, value in form.items():
-            self.places[name] = (self.width, self.width + value.numel())
-            self.width += -(-max(value.numel(), 1) // ALIGNED) * ALIGNED
-        self.flat = like.new_zeros(rows, self.width)
-
-    def more(self, rows: int) -> Rows:
-        """Other rows of the same form."""
-        made = copy.copy(self)
-        made.flat = self.flat.new_zeros(rows, self.width)
-        return made
-
-    def trees(self, flat: Tensor) -> Tree:
-        """Views by name of one row, (width), or of several, (K, width)."""
-        return {
-            name: flat[..., start:end].view((*flat.shape[:-1], *self.shapes[name]))
-            for name, (start, end) in self.places.items()
-        }
-
-    def packed(self, tree: Tree, count: tuple[int, ...]) -> Tensor:
-        """A tree as a new row, count = (), or stacked ones as rows, count = (K,).
-
-        It is one expression, which a compiler writes in one pass.
-        """
-        rooms, parts = [*(start for start, _ in self.places.values()), self.width][1:], []
-        for (name, (_, end)), room in zip(self.places.items(), rooms, strict=True):
-            flat = tree[name].reshape(*count, -1).to(self.flat.dtype)
-            parts += [flat, flat.new_zeros(*count, room - end)] if room > end else [flat]
-        return torch.cat(parts, -1) if parts else self.flat.new_zeros(*count, 0)
-
-    def write(self, row: int, tree: Tree) -> None:
-        """Copy the values of some names into a row."""
-        mine = self.trees(self.flat[row])
-        for name, value in tree.items():
-            mine[name].copy_(value, non_blocking=True)
-
-
-# ---------------------------------------------------------------------------------------------- the step
-
-OPTIONS: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": False}  # of the compiler: join small ones
-Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its first axis
-
-
-FORMS = ("grouped", "fused", "apart")
-LARGE = 1_000_000  # parameters from which on lanes are better apart
-SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 PAIR = 2  # lanes of the step that all grouped ones on a CPU must agree with, to the bit
+OPTIONS: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": False}  # of the compiler: join small ones
 
 
-def form_of(run: Training, precision: str) -> str:
-    """The form that pays, by a rule of thumb; on a CPU layers that draw need lanes apart to draw the same again."""
-    if not run.federation.data.y.is_cuda:
-        return "grouped" if run.net.size < SMALL and not draws(run.model) else "apart"
-    if precision != "float32" and fusible(run.model):
-        return "fused"
-    return "apart" if run.net.size >= LARGE else "grouped"
-
-
-def lane_step(run: Training, forms: dict[str, Rows], autocast: bool, form: str) -> Callable[[Dataset, Buffers], None]:
-    """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it.
-
-    In the form "apart" it takes the buffers of one lane.
-    """
-    model = cast(Split, fused(run.model)) if form == "fused" else run.model
-    device = run.federation.data.y.device
-    net = network(_norms_in_float32(model), device) if autocast else network(model, device)
-    step = local_step(net, run.algorithm)
-    axes = Context(*(0 if forms[name].places else None for name in Context._fields))  # type: ignore[arg-type]
-    stepped = vmap(step, in_dims=(0, 0, axes, 0, 0), randomness="different")
-
-    def act(data: Dataset, lanes: Buffers) -> None:
-        position = lanes["position"]
-        place = torch.arange(len(position), device=position.device), position
-        chosen = lanes["rows"][place].long()  # (K, B)
-        cropped = Crops(lanes["shift"][place], lanes["flip"][place]) if run.augment else None
-        batch = batch_of(data, lanes["model"].dtype, chosen, cropped)
-        trees = {name: form.trees(lanes[name]) for name, form in forms.items()}
-        local = Local(trees["model"], trees["velocity"], trees["steps"], lanes["loss"])
-        context = Context(*(trees[name] for name in Context._fields))
-        given = trees["given"]
-        sgd = SGD(*(given[name] for name in SGD._fields))  # type: ignore[arg-type]  # one a lane
-        progress = position / given["count"]
-        with torch.autocast(batch.x.device.type, torch.bfloat16, enabled=autocast):
-            if form == "apart":
-                one = step(*_only(local, batch, context, progress, sgd))
-                model, velocity, steps = (each(lambda value: value[None], tree) for tree in one[:3])
-                after = Local(model, velocity, steps, one.loss[None])
-            else:
-                after = stepped(local, batch, context, progress, sgd)
-        for name, tree in zip(("model", "velocity", "steps"), after[:3], strict=True):
-            if tree:  # written as a whole: a compiler makes long work of many views
-                lanes[name].copy_(forms[name].packed(tree, (len(position),)))
-        lanes["loss"].copy_(after.loss)
-        position.add_(1).clamp_(max=lanes["rows"].shape[1] - 1)  # a lane without a client stays inside its plan
-
-    return act
-
-
-def _only(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: SGD) -> tuple[Any, ...]:
-    """The same without the axis of lanes, of which there is one."""
-    x = batch.x[0]
-    if x.is_cuda and x.dim() == 4:
-        x = x.contiguous(memory_format=torch.channels_last)  # as cuDNN's fastest kernels want it
-    model, velocity, steps, loss = local
-    one = Local(rows(model, 0), rows(velocity, 0), rows(steps, 0), loss[0])
-    numbers = SGD(*(cast(Tensor, value)[0] for value in sgd))  # type: ignore[arg-type]
-    given = Context(*(rows(cast(Tree, tree), 0) for tree in context))
-    return one, Batch(x, batch.y[0]), given, progress[0], numbers
-
-
-class _InFloat32(nn.Module):
-    """A norm in float32 under autocast, for vmap's own rule takes no mixture; what it gives is as wide as its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            made: Tensor = super().forward(x.float())
-            return made.to(x.dtype)
-
-
-class _BatchNorm(_InFloat32, nn.BatchNorm2d):
-    pass
-
-
-class _GroupNorm(_InFloat32, nn.GroupNorm):
-    pass
-
-
-def _norms_in_float32(model: Split) -> Split:
-    """A copy of the model whose norms compute in float32."""
-    model = copy.deepcopy(model)
-    for part in model.modules():
-        for plain, wide in ((nn.BatchNorm2d, _BatchNorm), (nn.GroupNorm, _GroupNorm)):
-            if type(part) is plain:
-                part.__class__ = wide
-    return model
-
-
-def draws(model: Split) -> bool:
-    """Whether layers draw for themselves."""
-    return any(isinstance(part, nn.modules.dropout._DropoutNd) for part in model.modules())
-
-
-class Lanes:
+class LaneBuffers:
     """What the lanes hold, and how their step is taken.
 
-    `ladder` are the numbers of lanes that have a step of their own, `longest` the most steps of a client, `form` one of
-    FORMS.
+    `ladder` are the numbers of lanes that have a step of their own, `longest` the most steps of a client, `layout`
+    one of LAYOUTS.
     """
 
     def __init__(
         self, run: Training, ladder: Sequence[int], longest: int, *, autocast: bool = False, compile: bool = False,
-        form: str = "grouped",
+        layout: str = "grouped",
     ) -> None:  # fmt: skip
         count, net, algorithm, tree = max(ladder), run.net, run.algorithm, run.net.tree
         start = run.start()
         local, client = begin(net, algorithm, tree), run.visitor(start, 0)
         like = next(iter(tree.values()))
         self.device, self.data = like.device, run.federation.data
-        in_pairs = form != "apart" and self.device.type != "cuda"
+        in_pairs = layout != "apart" and self.device.type != "cuda"
         count += count % PAIR if in_pairs else 0
-        forms = {
+        examples = {
             "model": tree, "velocity": local.velocity, "steps": local.steps, "server": tree, "start": tree,
             "state": pick(start.state, algorithm.sent), "memory": client.memory,
             "numbers": dict.fromkeys(algorithm.numbers, like.new_zeros(())),
             "given": dict.fromkeys((*SGD._fields, "count"), like.new_zeros(())),
         }  # fmt: skip
-        self.forms = {name: Rows(form, like, count) for name, form in forms.items()}
+        self.rows_of = {name: Rows(example, like, count) for name, example in examples.items()}
         self.kept = Rows(client.tree(), like)
         plans = (count, 1 << (longest - 1).bit_length(), run.batch)  # few shapes: a compiled step is found again
         self.buffers: Buffers = {
-            **{name: form.flat for name, form in self.forms.items()}, "loss": like.new_zeros(count),
+            **{name: held.flat for name, held in self.rows_of.items()}, "loss": like.new_zeros(count),
             "position": torch.zeros(count, dtype=torch.int64, device=self.device),
             "rows": torch.zeros(plans, dtype=torch.int32, device=self.device),
         }  # fmt: skip
-        self.forms["given"].trees(self.buffers["given"])["count"].fill_(1)
+        self.rows_of["given"].trees(self.buffers["given"])["count"].fill_(1)
         if run.augment:
             self.buffers["shift"] = torch.zeros((*plans, 2), dtype=torch.uint8, device=self.device)
             self.buffers["flip"] = torch.zeros(plans, dtype=torch.bool, device=self.device)
         # On a CPU, lanes apart each draw from their client's own seed, as `sequential` does; others share a generator.
         self.noise = [_noise_from(run.seed, self.device)] * count if draws(run.model) else []
-        self.alone = form == "apart" and self.device.type != "cuda"
-        self.act = lane_step(run, self.forms, autocast, lookup("form", form, {name: name for name in FORMS}))
+        self.alone = layout == "apart" and self.device.type != "cuda"
+        self.act = lane_step(run, self.rows_of, autocast, lookup("layout", layout, {name: name for name in LAYOUTS}))
         self.pool: Any = None  # of CUDA graphs
         self.streams = [torch.cuda.Stream() for _ in range(STREAMS)] if self.device.type == "cuda" else []
-        self.apart = self._traced(1, compile) if form == "apart" else None
+        self.apart = self._traced(1, compile) if layout == "apart" else None
         self.pair = self._traced(PAIR, compile) if in_pairs else None
         self.of_a_pair: list[Tensor] | None = None  # what a pair has made of `begun`
         self.begun = {
-            "model": tree, "server": tree, "start": tree, "state": forms["state"], "memory": client.memory,
+            "model": tree, "server": tree, "start": tree, "state": examples["state"], "memory": client.memory,
             "numbers": {name: like.new_tensor(value) for name, value in algorithm.numbers.items()},
-            "given": {name: like.new_tensor(0.1) for name in forms["given"]},
+            "given": {name: like.new_tensor(0.1) for name in examples["given"]},
         }  # fmt: skip
         self.steps = {size: self._prepared(size, compile) for size in ladder}
 
@@ -312,11 +152,11 @@ class Lanes:
         draw = torch.Generator().manual_seed(0)
         lanes = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.buffers.items()}
         for name, tree in self.begun.items():
-            lanes[name][0] = self.forms[name].packed(tree, ())
+            lanes[name][0] = self.rows_of[name].packed(tree, ())
         lanes["model"] += 0.01 * torch.randn(lanes["model"].shape, generator=draw, dtype=lanes["model"].dtype)
         length = lanes["rows"].shape[1]
         lanes["rows"].random_(len(self.data.y), generator=draw)
-        self.forms["given"].trees(lanes["given"])["count"].fill_(length)
+        self.rows_of["given"].trees(lanes["given"])["count"].fill_(length)
         lanes, after = each(lambda value: value.repeat_interleave(size, 0), lanes), []
         for position in (0, length - 1):
             lanes["position"].fill_(position)
@@ -365,14 +205,14 @@ class Lanes:
             lanes[name].index_copy_(0, at, servers)
         lanes["state"].index_copy_(0, at, states)
         if self.kept.width:
-            lanes["memory"].index_copy_(0, at, kept[:, : self.forms["memory"].width])
+            lanes["memory"].index_copy_(0, at, kept[:, : self.rows_of["memory"].width])
             for name, value in under("own", self.kept.trees(kept)).items():
                 for part in ("model", "start"):
-                    self.forms[part].trees(lanes[part])[name].index_copy_(0, at, value)
+                    self.rows_of[part].trees(lanes[part])[name].index_copy_(0, at, value)
         for part in ("numbers", "given"):
-            form = self.forms[part]
-            held = torch.zeros(len(at), form.width, dtype=form.flat.dtype)
-            for name, view in form.trees(held).items():
+            packing = self.rows_of[part]
+            held = torch.zeros(len(at), packing.width, dtype=packing.flat.dtype)
+            for name, view in packing.trees(held).items():
                 view.copy_(torch.tensor([numbers[name] for numbers in given], dtype=held.dtype))
             lanes[part].index_copy_(0, at, self.sent(held))
         for name in ("velocity", "steps", "loss", "position"):
@@ -394,17 +234,17 @@ class Lanes:
         self, run: Training, places: Sequence[int], sgd: SGD, examples: Sequence[int]
     ) -> tuple[Tree, Tensor, Tensor]:  # fmt: skip
         """Take clients of one run and round off their lanes: stacked uploads, rows of what they keep, summed losses."""
-        made = self.left(run, places, sgd, examples)
+        made = self.leave(run, places, sgd, examples)
         self.rest(places)
         return made
 
-    def left(
+    def leave(
         self, run: Training, places: Sequence[int], sgd: SGD, examples: Sequence[int]
     ) -> tuple[Tree, Tensor, Tensor]:  # fmt: skip
         """What clients leave behind, as they are."""
         at = self._index(places)
         wanted = ("model", "steps", *Context._fields)
-        trees = {name: self.forms[name].trees(self.buffers[name][at]) for name in wanted}
+        trees = {name: self.rows_of[name].trees(self.buffers[name][at]) for name in wanted}
         local = Local(trees["model"], {}, trees["steps"], self.buffers["loss"][at])
         context = Context(*(trees[name] for name in Context._fields))
         sizes = self.sent(torch.tensor(examples, dtype=local.loss.dtype))
@@ -432,7 +272,7 @@ class Lanes:
     def rest(self, places: Sequence[int]) -> None:
         """Lanes without a client go on computing, but learn nothing."""
         at = self._index(places)
-        self.forms["given"].trees(self.buffers["given"])["lr"].index_fill_(0, at, 0)
+        self.rows_of["given"].trees(self.buffers["given"])["lr"].index_fill_(0, at, 0)
         self.buffers["position"].index_fill_(0, at, 0)
 
     def _index(self, places: Sequence[int]) -> Tensor:
@@ -447,22 +287,3 @@ class Lanes:
 def _noise_from(seed: int, device: torch.device) -> Tensor:
     """The state of a generator of the device that is seeded for layers that draw for themselves."""
     return torch.Generator(device).manual_seed(derive(seed, "noise")).get_state()
-
-
-# ---------------------------------------------------------------------------------------------- precision
-
-
-@contextlib.contextmanager
-def precise(precision: str) -> Iterator[bool]:
-    """Let torch compute in a precision meanwhile; gives whether by autocast."""
-    tf32, autocast = lookup("precision", precision, precisions)
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield autocast
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
-
-
-precisions = {"float32": (False, False), "tf32": (True, False), "bfloat16": (True, True)}  # tf32, autocast

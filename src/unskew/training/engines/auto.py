@@ -1,8 +1,8 @@
 """Which engine is the fastest here: a short measurement, remembered in a file.
 
 Which engine pays depends on the network, the batch and the machine. `measured` lets each that can run here take a few
-steps of the training in question, in turns, and says how many client-steps a second they made; `pick` takes the
-fastest. What was measured once for a network, its batch and a machine is kept in speeds.json beside the data sets:
+steps of the training in question, in turns, and says how many client-steps a second they made; `choose_engine` takes
+the fastest. What was measured once for a network, its batch and a machine is kept in speeds.json beside the data sets:
 remove that file after a measurement on a busy machine.
 """
 
@@ -14,8 +14,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,13 +27,17 @@ from unskew.errors import DataError, UsageError
 from unskew.files.locks import file_locked
 from unskew.files.untrusted import read_json, reading
 from unskew.files.writing import digest, write_text
-from unskew.training.engine import Engine
-from unskew.training.engines.workers import check_workers, known_engines
-from unskew.training.lanes.dispatch import ladder, left_of, most_lanes, ranks
-from unskew.training.lanes.kernels import fusible
-from unskew.training.lanes.lanes import FORMS, SMALL, Lanes, precise
-from unskew.training.lanes.timetable import Cost, choose, estimated
-from unskew.training.simulate import Trainer, Training, rounds_of
+from unskew.training.engines.batched import batched
+from unskew.training.engines.lanes.buffers import LaneBuffers
+from unskew.training.engines.lanes.dispatch import ranks
+from unskew.training.engines.lanes.engine import Lanes, ladder, most_lanes, remaining
+from unskew.training.engines.lanes.fused.layer import fusible
+from unskew.training.engines.lanes.step import LAYOUTS, SMALL, precise
+from unskew.training.engines.lanes.timetable import Cost, choose, estimated
+from unskew.training.engines.protocol import Engine, Resume, one_at_a_time
+from unskew.training.engines.sequential import sequential
+from unskew.training.engines.workers import Workers, check_workers
+from unskew.training.training import Round, Training
 
 WORTH = 5_000  # client-steps in all from which on a measurement pays
 MARGIN = 1.05  # an engine has to be this much faster than a simpler one
@@ -42,12 +46,29 @@ TURNS = 3  # of each engine; the best counts, for others may use the machine too
 TURN = 0.3  # seconds
 
 
+measurable: dict[str, Engine] = {"sequential": sequential, "batched": batched, "workers": Workers()}
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The engine that is the fastest here for each training."""
+
+    def rounds(self, trainings: Sequence[Training], resume: Resume = None) -> Iterator[tuple[int, Round]]:
+        """The rounds of several trainings, one training after the other."""
+        return one_at_a_time(self._rounds, trainings, resume)
+
+    def _rounds(self, training: Training, last: Round | None) -> Iterator[Round]:
+        name, lanes, layout, _ = choose_engine(training)
+        engine = Lanes(lanes, layout) if name == "lanes" else measurable[name]
+        yield from (round for _, round in engine.rounds([training], [last]))
+
+
 class Choice(NamedTuple):
     """An engine, and why."""
 
     engine: str
     lanes: int = 0  # of lanes
-    form: str = "auto"  # of the lanes' step: one of FORMS
+    layout: str = "auto"  # of the lanes' step: one of LAYOUTS
     speeds: Mapping[str, float] = {}  # client-steps a second; empty if a rule of thumb chose
 
     @property
@@ -58,9 +79,9 @@ class Choice(NamedTuple):
         return "client-steps/s: " + ", ".join(f"{name} {speed:,.0f}" for name, speed in self.speeds.items())
 
 
-def pick(run: Training, precision: str = "float32", engine: str = "auto") -> Choice:
+def choose_engine(run: Training, precision: str = "float32", engine: str = "auto") -> Choice:
     """The engine for a training, with torch's threads as they are; or, for the engine "lanes", how many and how."""
-    cuda, work = run.federation.data.y.is_cuda, left_of([run], [run.start()])[1]
+    cuda, work = run.federation.data.y.is_cuda, remaining([run], [run.start()])[1]
     total = sum(map(sum, work[0]))
     if total < WORTH or (engine == "lanes" and not cuda):
         small = run.net.size < SMALL
@@ -73,19 +94,19 @@ def pick(run: Training, precision: str = "float32", engine: str = "auto") -> Cho
             best, seconds = Choice(name, speeds=speeds), total / speeds[name]
     if engine == "lanes":
         seconds = math.inf
-    for form in FORMS:
-        cost = _cost(speeds, form)
+    for layout in LAYOUTS:
+        cost = _cost(speeds, layout)
         if cost is not None:
             lanes = choose(work, cost, most_lanes(run) * ranks()[1], ladder(cuda))
             needed = PREPARING + estimated(work, ladder(True)(lanes), cost) / 1e3
             if needed < seconds:
-                best, seconds = Choice("lanes", lanes, form, speeds), needed
+                best, seconds = Choice("lanes", lanes, layout, speeds), needed
     return best
 
 
-def _cost(speeds: Mapping[str, float], form: str) -> Cost | None:
+def _cost(speeds: Mapping[str, float], layout: str) -> Cost | None:
     """A lane step in ms and what each lane adds, from the speeds of two numbers of lanes."""
-    few, many = (f"{count} lanes, {form}" for count in COUNTS)
+    few, many = (f"{count} lanes, {layout}" for count in COUNTS)
     if few not in speeds:
         return None
     times = [1e3 * count / speeds[name] for count, name in zip(COUNTS, (few, many), strict=True)]
@@ -104,7 +125,7 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
     data = run.federation.data
     few = min(run.fraction, 8 / len(run.federation.clients))
     short = replace(run, rounds=2, steps=1, epochs=1, fraction=few, recalibrate=None, lr=1e-12)  # it can't diverge
-    candidates = {name: made for name, made in known_engines.items() if name != "workers" or _can_work(run)}
+    candidates = {name: made for name, made in measurable.items() if name != "workers" or _can_work(run)}
     speeds: dict[str, float] = {}
     for name, engine in candidates.items():  # one step warms up and says how many make a turn
         speeds[name] = _speed(short, engine)
@@ -114,12 +135,12 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
             steps = max(1, round(TURN * speeds[name] / clients))
             speeds[name] = max(speeds[name], _speed(replace(short, steps=steps), engine))
     if data.y.is_cuda:
-        for form in FORMS if fusible(run.model) else [name for name in FORMS if name != "fused"]:
+        for layout in LAYOUTS if fusible(run.model) else [name for name in LAYOUTS if name != "fused"]:
             for count in COUNTS:
                 try:
-                    speeds[f"{count} lanes, {form}"] = _lane_speed(run, count, form, precision)
+                    speeds[f"{count} lanes, {layout}"] = _lane_speed(run, count, layout, precision)
                 except torch.OutOfMemoryError:
-                    speeds[f"{count} lanes, {form}"] = 1e-9
+                    speeds[f"{count} lanes, {layout}"] = 1e-9
                 gc.collect()  # lanes and their step hold each other
                 torch.cuda.empty_cache()
     return speeds
@@ -134,16 +155,16 @@ def _can_work(run: Training) -> bool:
     return True
 
 
-def _speed(run: Training, engine: Engine | Trainer) -> float:
+def _speed(run: Training, engine: Engine) -> float:
     """Client-steps a second in the second of two rounds."""
-    *_, last = rounds_of(run, engine)
+    *_, (_, last) = engine.rounds([run])
     return sum(map(run.count, last.cohort)) / max(last.seconds, 1e-9)
 
 
-def _lane_speed(run: Training, count: int, form: str, precision: str) -> float:
+def _lane_speed(run: Training, count: int, layout: str, precision: str) -> float:
     """Lane-steps a second; not compiled, which would take longer than it is worth here."""
     with precise(precision) as autocast:
-        lanes = Lanes(run, [count], 4, autocast=autocast, form=form)
+        lanes = LaneBuffers(run, [count], 4, autocast=autocast, layout=layout)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     lanes.take(count, 3)
     start.record()

@@ -1,7 +1,7 @@
-"""Sums: how the uploads of a round become one tree. The one seam for privacy and for accounting.
+"""Aggregation: how the uploads of a round become one tree. The one seam for privacy and for accounting.
 
-A `Sum` is told whom to expect, is given stacked chunks of uploads in any order, and ends with the total. Secure,
-private and counted sums will have the same signature.
+An `Aggregator` is told whom to expect, is given stacked chunks of uploads in any order, and ends with the total.
+Secure, private and counted ones will have the same signature.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from unskew.tree import Tree, add, each
 
 
-class Sum(NamedTuple):
+class Aggregator(NamedTuple):
     """A protocol for adding up what clients send."""
 
     begin: Callable[[Sequence[int]], Any]  # the ids of the clients that are expected -> an open sum
@@ -25,7 +25,7 @@ class _Open(NamedTuple):
     total: Tree | None
 
 
-def plain_sum() -> Sum:
+def plain_aggregator() -> Aggregator:
     """Add in the clear, in the order of arrival."""
 
     def push(state: _Open, ids: Sequence[int], uploads: Tree) -> _Open:
@@ -40,4 +40,4 @@ def plain_sum() -> Sum:
             raise RuntimeError(f"the sum is not complete: clients {sorted(state.missing)} have sent nothing")
         return state.total
 
-    return Sum(lambda ids: _Open(frozenset(ids), None), push, end)
+    return Aggregator(lambda ids: _Open(frozenset(ids), None), push, end)

@@ -189,9 +189,9 @@ def conv_relu_max(
     """(L, B, H, W, cp), (L, depth, 4 * width), (L, op) -> (L, B, h / 2, w / 2, op), and which of the four it was."""
     blocks = Blocks(channels, outputs, k)
     if x.is_cuda:
-        from unskew.training.lanes import kernels_triton
+        from unskew.training.engines.lanes.fused import triton_kernels
 
-        return kernels_triton.forward(x, matrix, b, blocks)
+        return triton_kernels.forward(x, matrix, b, blocks)
     four = torch.einsum("lbyxd,ldn->lbyxn", _lines(x, blocks), matrix).unflatten(-1, (4, blocks.group, blocks.op))
     most, which = four.max(4)  # (L, B, h / 2, blocks in a line, group, op)
     width = blocks.pooled(x)[1]
@@ -209,9 +209,9 @@ def conv_weights(x: Tensor, slopes: Tensor, channels: int, outputs: int, k: int)
     """(L, B, H, W, cp), (L, B, h / 2, blocks in a line, 4 * width) -> the right matrix's gradient."""
     blocks = Blocks(channels, outputs, k)
     if x.is_cuda:
-        from unskew.training.lanes import kernels_triton
+        from unskew.training.engines.lanes.fused import triton_kernels
 
-        return kernels_triton.weights(x, slopes, blocks)
+        return triton_kernels.weights(x, slopes, blocks)
     return torch.einsum("lbyxd,lbyxn->ldn", _lines(x, blocks), slopes).contiguous()
 
 
@@ -229,9 +229,9 @@ def conv_inputs(
     """Slopes, (L, reach * reach * 4 * op, 4 * cp) -> the gradient of x, (L, B, H, W, cp)."""
     blocks = Blocks(channels, outputs, k)
     if slopes.is_cuda:
-        from unskew.training.lanes import kernels_triton
+        from unskew.training.engines.lanes.fused import triton_kernels
 
-        return kernels_triton.inputs(slopes, matrix, height, width, blocks)
+        return triton_kernels.inputs(slopes, matrix, height, width, blocks)
     reach, rows, columns = blocks.reach, -(-height // 2), -(-width // 2)
     four = slopes.unflatten(-1, (4, blocks.group, blocks.op)).transpose(4, 5).flatten(5).flatten(3, 4)
     four = F.pad(four, (0, 0, reach - 1, columns - four.shape[3], reach - 1, rows - four.shape[2]))

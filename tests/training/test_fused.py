@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from unskew.models.networks import build
-from unskew.training.lanes.kernels import (
+from unskew.training.engines.lanes.fused.layer import (
     MOST_CHANNELS,
     Blocks,
     FusedConv,

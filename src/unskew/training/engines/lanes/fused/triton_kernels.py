@@ -1,4 +1,4 @@
-"""The kernels of `kernels` in Triton; see there. Sums are in float32 whatever the inputs are."""
+"""The kernels of `layer` in Triton; see there. Sums are in float32 whatever the inputs are."""
 
 # mypy: ignore-errors
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unskew.training.lanes.kernels import CHUNK, Blocks
+from unskew.training.engines.lanes.fused.layer import CHUNK, Blocks
 
 TILES = {"forward": (128, 4, 2), "weights": (64, 4, 3), "inputs": (64, 4, 3)}  # rows, warps, stages: best on an H200
 PROGRAMS = 264  # of `weights`: two for each multiprocessor
@@ -144,7 +144,7 @@ def _precision(x: Tensor) -> str:
 
 
 def forward(x: Tensor, matrix: Tensor, b: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """See `kernels.conv_relu_max`."""
+    """See `layer.conv_relu_max`."""
     x, matrix, b = x.contiguous(), matrix.contiguous(), b.contiguous()
     sizes, (tile, warps, stages) = _sizes(x, blocks), TILES["forward"]
     lanes, batch, *pooled, count = *x.shape[:2], *sizes[8:11]
@@ -158,7 +158,7 @@ def forward(x: Tensor, matrix: Tensor, b: Tensor, blocks: Blocks) -> tuple[Tenso
 
 
 def weights(x: Tensor, slopes: Tensor, blocks: Blocks) -> Tensor:
-    """See `kernels.conv_weights`."""
+    """See `layer.conv_weights`."""
     x, slopes = x.contiguous(), slopes.contiguous()
     sizes, (tile, warps, stages) = _sizes(x, blocks), TILES["weights"]
     lanes, rows = len(x), x.shape[1] * sizes[8] * sizes[10]
@@ -173,7 +173,7 @@ def weights(x: Tensor, slopes: Tensor, blocks: Blocks) -> Tensor:
 
 
 def inputs(slopes: Tensor, matrix: Tensor, height: int, width: int, blocks: Blocks) -> Tensor:
-    """See `kernels.conv_inputs`."""
+    """See `layer.conv_inputs`."""
     slopes, matrix = slopes.contiguous(), matrix.contiguous()
     lanes, batch, rows, count, _ = slopes.shape
     dx = slopes.new_empty(lanes, batch, height, width, blocks.cp)
