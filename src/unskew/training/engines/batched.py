@@ -19,7 +19,13 @@ from unskew.tree import each, pick, rows, stack
 
 @RoundByRound
 def batched(training: Training, last: Round, ids: Sequence[int]) -> Outcome:
-    """Train all clients at once, with a client axis in front of every tensor; those with more steps go on alone."""
+    """Train all clients at once, with a client axis in front of every tensor; those with more steps go on alone.
+
+    >>> federation = unskew.federate(unskew.load("digits"), unskew.iid(clients=2))
+    >>> given = unskew.build("small-cnn", 10, 1, 8), federation, unskew.fedavg()
+    >>> [round.number for round in unskew.train(*given, rounds=2, steps=1, engine=unskew.batched)]
+    [1, 2]
+    """
     net, algorithm, params, aggregator = training.net, training.algorithm, last.params, training.aggregator
     data, sizes, sgd = training.federation.data, training.federation.sizes, training.sgd(last.number + 1)
     plans = {id: training.plan(last.number + 1, id) for id in ids}
