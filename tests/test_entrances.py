@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from commands import ENVIRONMENT
-from conftest import toy_data, toy_model
+from helpers.commands import ENVIRONMENT
+from helpers.toys import toy_data, toy_model
 from unskew.calibration.heads import calibrate, ccvr, ffc
 from unskew.errors import UsageError
 from unskew.experiments import Experiment, run

@@ -27,7 +27,7 @@ from PIL import Image
 from adversary import archives, federation as honest, forging, laws, mutations, reading
 from adversary.federation import Federation, collected, done
 from adversary.reading import Wrong, command, function, is_json, moved, tensors_of
-from commands import blobs, tiny
+from helpers.commands import blobs, tiny
 
 FORMS = ("class", "pooled", "diagonal", "none")
 PRECISIONS = ("float64", "float32", "bfloat16", "int16")

@@ -40,7 +40,14 @@ def _about(default: Any, text: str, allowed: Allowed = ANY) -> Any:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One federated training, and the calibrations made of its model."""
+    """One federated training, and the calibrations made of its model.
+
+    >>> unskew.Experiment(method="fednova+on_sphere", rounds=5).method
+    'fednova+on_sphere'
+    >>> unskew.Experiment(rounds=0)
+    Traceback (most recent call last):
+    unskew.errors.UsageError: rounds is 0: it must be at least 1, and whole
+    """
 
     data: str = _about("digits", "a known data set, an .npz file, or a folder of class folders")
     labels: str = _about("fine", "which labels of cifar100: fine or coarse")

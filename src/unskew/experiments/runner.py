@@ -84,6 +84,13 @@ def run(
 
     What can't be meant is refused before the folder is made. `progress` hears of a download, as
     `unskew.files.download.fetch` describes; `usage` can be looked at meanwhile.
+
+    >>> import tempfile
+    >>> short = unskew.Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential")
+    >>> with tempfile.TemporaryDirectory() as out:
+    ...     records = list(unskew.run(short, Path(out, "run")))
+    ...     print(sorted(path.name for path in Path(out, "run").glob("*.safetensors")))
+    ['calibrated-ffc.safetensors', 'checkpoint.safetensors', 'model.safetensors']
     """
     with contextlib.ExitStack() as held:
         yield from _run(_Run(experiment, Path(out), resume or ranks()[0] > 0, _Shelf(progress), held), usage or Usage())

@@ -25,7 +25,11 @@ from unskew.tree import Tree, pick, prefix
 
 
 class Traffic(NamedTuple):
-    """The tensors that one client receives and sends in a round."""
+    """The tensors that one client receives and sends in a round.
+
+    >>> unskew.Traffic(down={"w": torch.zeros(4)}, up={"w": torch.zeros(2)}).bytes()
+    (16, 8)
+    """
 
     down: Tree
     up: Tree

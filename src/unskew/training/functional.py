@@ -72,7 +72,13 @@ def network(model: Split, device: torch.device | None = None) -> Network:
 
 
 def installed(model: Split, tree: Tree) -> Split:
-    """A copy of the model that holds the values of `tree`, on their device."""
+    """A copy of the model that holds the values of `tree`, on their device.
+
+    >>> model = unskew.build("small-cnn", classes=3, channels=1, size=8)
+    >>> zero = {name: 0 * value for name, value in model.state_dict().items()}
+    >>> unskew.installed(model, zero).classifier.weight.abs().sum().item()
+    0.0
+    """
     model = copy.deepcopy(model).to(next(iter(tree.values())).device)
     strange = model.load_state_dict(tree, strict=False).unexpected_keys
     if strange:

@@ -120,7 +120,15 @@ ways: dict[str, Callable[..., Way]] = {"own": own, "head": head, "all": everythi
 def personal_models(
     model: Split, federation: Federation, algorithm: Algorithm, last: Round, way: Way, seed: int = 0
 ) -> Iterator[Split]:
-    """The personal model of each client in turn, after the last round of training `model`."""
+    """The personal model of each client in turn, after the last round of training `model`.
+
+    >>> data = unskew.load("digits")
+    >>> federation = unskew.federate(data, unskew.iid(4), held_out=0.2)
+    >>> model = unskew.build("small-cnn", data.classes, data.channels, data.size)
+    >>> last = next(unskew.train(model, federation, unskew.fedbabu(), rounds=1, steps=1))
+    >>> len(list(unskew.personal_models(model, federation, unskew.fedbabu(), last, ffc())))
+    4
+    """
     if not callable(way):
         raise UsageError(f"way is {way!r}: give one of its functions, such as head(), everything(), ffc() or own()")
     if way is _as_it_stands and not at_home(network(model), algorithm, last.params):
@@ -138,7 +146,12 @@ def personal_models(
 
 
 class Personal(NamedTuple):
-    """How the clients' personal models do on what each holds out."""
+    """How the clients' personal models do on what each holds out.
+
+    >>> one, other = unskew.Scores(torch.eye(2, dtype=torch.int64)), unskew.Scores(torch.tensor([[1, 1], [0, 2]]))
+    >>> unskew.Personal((one, other)).mean
+    0.875
+    """
 
     scores: tuple[Scores, ...]  # one a client
 
@@ -164,7 +177,13 @@ class Personal(NamedTuple):
 
 
 def score_personal(models: Iterator[Split], federation: Federation) -> Personal:
-    """Score each client's model on what that client holds out."""
+    """Score each client's model on what that client holds out.
+
+    >>> federation = unskew.federate(unskew.load("digits"), unskew.iid(4), held_out=0.2)
+    >>> model = unskew.build("small-cnn", classes=10, channels=1, size=8)
+    >>> len(unskew.score_personal(iter([model] * 4), federation).by_client)
+    4
+    """
     if not any(map(len, federation.tests)):
         raise UsageError("the clients hold nothing out: cut the data by federate(..., held_out=0.15)")
     data = federation.data

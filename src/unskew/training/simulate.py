@@ -35,6 +35,12 @@ def train(
     `unskew.training.engines.registry`. `resume` goes on after a round. Clients that are absent keep what they keep.
     Raises `Diverged` when the loss is NaN or infinite. On a CPU this process keeps the pages of large tensors from then
     on: see `unskew.system.machine.keep_pages`.
+
+    >>> data = unskew.load("digits")
+    >>> federation = unskew.federate(data, unskew.iid(4))
+    >>> model = unskew.build("small-cnn", data.classes, data.channels, data.size)
+    >>> [round.number for round in unskew.train(model, federation, unskew.fedavg(), rounds=2, steps=1)]
+    [1, 2]
     """
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     chosen, training = engine_of(engine), Training(model, federation, algorithm, rounds, **given)

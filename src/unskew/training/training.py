@@ -35,7 +35,15 @@ from unskew.tree import Tree, each, pick, stack
 
 
 class Round(NamedTuple):
-    """The federation after a round, and what the round was like."""
+    """The federation after a round, and what the round was like.
+
+    >>> data = unskew.load("digits")
+    >>> federation = unskew.federate(data, unskew.iid(4))
+    >>> model = unskew.build("small-cnn", data.classes, data.channels, data.size)
+    >>> last = next(unskew.train(model, federation, unskew.fedavg(), rounds=1, steps=1))
+    >>> last.number, last.cohort, last.lr
+    (1, (0, 1, 2, 3), 0.01)
+    """
 
     number: int  # from 1
     params: Tree  # the server's model: `installed(model, params)` makes a module of it
@@ -77,6 +85,13 @@ class Training:
     In each round a `fraction` of the clients (at least one) does `epochs` passes over its data, or `steps` SGD steps,
     at `lr` times the `schedule`'s factor. `recalibrate=(ffc(), 10)` has all clients send statistics after every 10th
     round and goes on with the classifier made of them (SphereFed C.2).
+
+    >>> data = unskew.load("digits")
+    >>> federation = unskew.federate(data, unskew.iid(4))
+    >>> model = unskew.build("small-cnn", data.classes, data.channels, data.size)
+    >>> training = unskew.Training(model, federation, unskew.fedavg(), rounds=5, epochs=2, fraction=0.5)
+    >>> training.ids(1), training.count(0)  # who trains in round 1, and how many steps client 0 takes
+    ([1, 3], 12)
     """
 
     model: Split
