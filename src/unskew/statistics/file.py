@@ -13,10 +13,12 @@ squares are raised by what rounding can have lost, so that every file adds a sem
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from unskew.files import limits
 from unskew.files.headers import Kind
 from unskew.files.signing import Key, signature_of
 from unskew.files.streams import Reader, size, write
-from unskew.files.untrusted import reading
+from unskew.files.untrusted import Source, reading
 from unskew.statistics.fingerprints import Part, copies, part_of
 from unskew.statistics.header import HELD, PRECISIONS, Head, head_of, kinds_of, metadata_of, read_head, rounding_of
 from unskew.statistics.merging import Joint, squares_of
@@ -55,9 +57,21 @@ def size_of(stats: FeatureStats, precision: str = "float64", signer: str | None 
 
 def save(stats: FeatureStats, path: Path, precision: str = "float64", key: Key | None = None) -> None:
     """Write a site's file, signed if there is a key; the old one survives if that fails."""
-    if len(stats.parts) > 1:
-        raise UsageError(f"these are the sum of {len(stats.parts)} files, not a site's own: save_sum writes {path}")
+    _check_own(stats, f"save_sum writes {path}")
     _write(stats, path, precision, key, summed=False)
+
+
+def to_bytes(stats: FeatureStats, precision: str = "float64", key: Key | None = None) -> bytes:
+    """The content of the file that `save` writes."""
+    _check_own(stats, "each site sends its own")
+    file = io.BytesIO()
+    _write(stats, file, precision, key, summed=False)
+    return file.getvalue()
+
+
+def _check_own(stats: FeatureStats, remedy: str) -> None:
+    if len(stats.parts) > 1:
+        raise UsageError(f"these are the sum of {len(stats.parts)} files, not a site's own: {remedy}")
 
 
 def save_sum(stats: FeatureStats, path: Path, key: Key | None = None) -> None:
@@ -69,7 +83,8 @@ def save_sum(stats: FeatureStats, path: Path, key: Key | None = None) -> None:
     _write(stats, path, "float64", key, summed=True)
 
 
-def _write(stats: FeatureStats, path: Path, precision: str, key: Key | None, summed: bool) -> None:
+def _write(stats: FeatureStats, into: Path | BinaryIO, precision: str, key: Key | None, summed: bool) -> None:
+    path = into if isinstance(into, Path) else "statistics"
     kinds = _kinds(stats, precision)
     check(stats, str(path))
     if stats.form in CUBED and stats.cubes is None:
@@ -89,7 +104,7 @@ def _write(stats: FeatureStats, path: Path, precision: str, key: Key | None, sum
         return signature_of(key, "sum" if summed else "statistics", stats.origin.nonce, digest)
 
     metadata = metadata_of(stats, precision, None if key is None else key.name, summed)
-    write(path, kinds, pieces, metadata, None if key is None else sign)
+    write(into, kinds, pieces, metadata, None if key is None else sign)
 
 
 Pieces = Callable[[], Iterator[Tensor]]
@@ -133,7 +148,7 @@ def _spread(scatter: Tensor, dimension: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def load(path: Path, form: str | None = None, examine: Callable[[Summary], None] | None = None) -> FeatureStats:
+def load(path: Source, form: str | None = None, examine: Callable[[Summary], None] | None = None) -> FeatureStats:
     """Read a file, in a cheaper form if one is given; or refuse it, naming the file and the field. `examine` is given
     what `scrutiny.py` finds in it.
     """
@@ -163,21 +178,22 @@ def total_of(
     early = [
         path for path in taken if inside and head_of(path).digest in inside
     ]  # lest a site's new file meets its old
-    order = [*((path, 1, True) for path in whole), *((path, -1, False) for path in early),
+    order: list[tuple[Source, int, bool | None]] = [
+             *((path, 1, True) for path in whole), *((path, -1, False) for path in early),
              *((Path(path), 1, False) for path in paths),
              *((path, -1, False) for path in taken if path not in early)]  # fmt: skip
     return _total(order, form, progress, {Path(path) for path in accept}, examine)
 
 
 def _total(
-    files: Iterable[tuple[Path, int, bool | None]],  # of each the sign, and whether it must be a sum
+    files: Iterable[tuple[Source, int, bool | None]],  # of each the sign, and whether it must be a sum
     form: str | None,
     progress: Callable[[int], None] = lambda files: None,
-    accept: Iterable[Path] = (),
+    accept: Collection[Source] = (),
     examine: Callable[[Summary], None] | None = None,
 ) -> FeatureStats:
     total: FeatureStats | None = None
-    held: list[tuple[Part, Path]] = []  # the sites' own files that are in the sum, and which file brought each
+    held: list[tuple[Part, Source]] = []  # the sites' own files that are in the sum, and which file brought each
     for path, sign, summed in files:
         with reading(path), Reader(path) as file:
             head = read_head(file)
@@ -210,13 +226,13 @@ def _total(
     return replace(total, parts=tuple(part for part, _ in held))
 
 
-def _check_memory(path: Path, sort: Sort) -> None:
+def _check_memory(path: Source, sort: Sort) -> None:
     """Refuse statistics whose sum does not fit into memory; a file can be smaller, in a lower precision."""
     kinds = kinds_of(sort.classes, sort.dimension, sort.form, "float64", sort.held_out)
     limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
 
 
-def check_role(path: Path, head: Head, summed: bool | None) -> None:
+def check_role(path: Source, head: Head, summed: bool | None) -> None:
     """Refuse a sum where a site's own file is wanted, and the other way round."""
     if summed is False and head.parts:
         raise DataError(
@@ -227,7 +243,7 @@ def check_role(path: Path, head: Head, summed: bool | None) -> None:
         raise DataError(f"{path}: a site's own file, not a sum: give it by --stats")
 
 
-def _check_new(path: Path, own: Sequence[Part], held: Sequence[tuple[Part, Path]], accepted: bool) -> None:
+def _check_new(path: Source, own: Sequence[Part], held: Sequence[tuple[Part, Source]], accepted: bool) -> None:
     """Refuse a site that is in the sum already; and its data, in whatever precision and form, unless accepted."""
     for part, other in held:
         if part.site is not None and part.site in {mine.site for mine in own}:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from unskew.files import limits
 from unskew.files.headers import Kind
 from unskew.files.signing import Signed, is_name, is_nonce, is_signature
 from unskew.files.streams import Reader, layout
-from unskew.files.untrusted import parse_json
+from unskew.files.untrusted import Source, parse_json
 from unskew.models.inputs import parsed
 from unskew.statistics.fingerprints import Part, is_part
 from unskew.statistics.moments import CUBED, FORMS, FeatureStats
@@ -150,7 +149,7 @@ class Head(NamedTuple):
         return Signed(kind, self.site, self.origin.nonce, self.digest, self.signature)
 
 
-def head_of(path: Path) -> Head:
+def head_of(path: Source) -> Head:
     """The header of a file, checked; its contents are not."""
     with Reader(path) as file:
         return read_head(file)
