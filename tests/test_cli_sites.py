@@ -16,7 +16,7 @@ from torch import nn
 from commands import ENVIRONMENT, unskew
 from unskew.calibration.heads import ffc
 from unskew.cli.shared import FORMS, PRECISIONS
-from unskew.conversation.answers import answer_text, read_answer
+from unskew.conversation.answers import read_answer
 from unskew.conversation.heads_file import opened
 from unskew.files.writing import save_sealed
 from unskew.models.cutting import split
@@ -204,7 +204,7 @@ def test_no_harm(work):
 
     told = read_answer(work / answers[0])
     right = {name: told.total if name == "old" else [0] * 4 for name in told.right}
-    (work / "skewed.answer").write_text(answer_text(told._replace(right=right)))
+    (work / "skewed.answer").write_text(told._replace(right=right).sealed().to_bytes().decode())
     answer = unskew("calibrate", *MODEL, *validated[:-3], "skewed.answer", "--out", "same.safetensors")
     assert "The old head stays" in answer.out
     old, same = load_file("global.safetensors"), load_file("same.safetensors")
@@ -250,7 +250,9 @@ def test_what_is_scored_as_held_out_was_held_out(work):
             if share == "0.5":  # seen on the site already, and on the server too
                 assert "as held out, but the statistics of site_" in answer.err
                 told = read_answer(work / f"0.2_{number}.answer")
-                (work / answers[-1]).write_text(answer_text(told._replace(total=[2 * n for n in told.total])))
+                (work / answers[-1]).write_text(
+                    told._replace(total=[2 * n for n in told.total]).sealed().to_bytes().decode()
+                )
         validated = ("--stats", *files, "--heads", "h.safetensors", "--validate", *answers)
         answer = unskew("calibrate", *MODEL, *validated, "--out", f"{share}.safetensors")
         if share == "0.2":

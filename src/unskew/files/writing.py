@@ -61,11 +61,15 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Replace a safetensors file; equal contents make equal bytes."""
-    content = tree_bytes(tree, metadata)
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+
+
+def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Replace a safetensors file; equal contents make equal bytes."""
+    write_bytes(path, tree_bytes(tree, metadata))
 
 
 def tree_bytes(tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:

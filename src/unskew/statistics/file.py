@@ -214,7 +214,7 @@ def _total(
                 raise DataError(f"{path}: {error} (the first file was {start})") from None
             own = _pour(file, head, total, sign, examine if sign > 0 else None)
         if sign > 0:
-            _check_new(path, own, held, path in accept)
+            check_new(path, own, held, path in accept)
             held += [(part, path) for part in own]
         else:
             held.remove(next(each for each in held if each[0].digest == head.digest))
@@ -232,7 +232,7 @@ def _check_memory(path: Source, sort: Sort) -> None:
     limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
 
 
-def check_role(path: Source, head: Head, summed: bool | None) -> None:
+def check_role(path: object, head: Head, summed: bool | None) -> None:
     """Refuse a sum where a site's own file is wanted, and the other way round."""
     if summed is False and head.parts:
         raise DataError(
@@ -243,7 +243,7 @@ def check_role(path: Source, head: Head, summed: bool | None) -> None:
         raise DataError(f"{path}: a site's own file, not a sum: give it by --stats")
 
 
-def _check_new(path: Source, own: Sequence[Part], held: Sequence[tuple[Part, Source]], accepted: bool) -> None:
+def check_new(path: object, own: Sequence[Part], held: Sequence[tuple[Part, object]], accepted: bool) -> None:
     """Refuse a site that is in the sum already; and its data, in whatever precision and form, unless accepted."""
     for part, other in held:
         if part.site is not None and part.site in {mine.site for mine in own}:
