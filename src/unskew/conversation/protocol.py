@@ -13,6 +13,7 @@ reply did not come. What that means is decided by the `Roster`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +44,7 @@ from unskew.statistics.scrutiny import WARN, Summary
 
 HOLD_OUT = 0.2  # of each site's examples, unless a task says otherwise
 
-TASK = "the task"
+TASK = "task.toml"  # as a refusal calls it
 
 Replies = Iterable[tuple[str, Sent]]
 
@@ -248,7 +249,7 @@ class _Gathering:
                                            header.held_out or 0)  # fmt: skip
         self.plan, self.seen = plan, [*self.seen, *seen]
         self.parts += [(part, site) for part in own]
-        self.total = bare if self.total is None else self.total._joined(bare)
+        self.total = copy.deepcopy(bare) if self.total is None else self.total._joined(bare)
 
     def _check(self, site: str, sent: Statistics) -> None:
         """Refuse statistics by their header: not of this task, this model, or this site."""

@@ -352,7 +352,7 @@ def check_head(task: Task, path: object, file: object, head: Head) -> None:
     for mine, told in pairs:
         if mine != told:
             raise DataError(
-                f"{file} has {mine}, but {path} asks for {told}: let the site run `unskew stats --task {path}`"
+                f"{file} has {mine}, but {path} asks for {told}: let the site collect again, with --task {path}"
             )
 
 
