@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from unskew.conversation.answers import Answer
 from unskew.conversation.heads_file import Heads, read_heads
@@ -91,8 +92,8 @@ class Fault:
     why: str = ""
 
 
-Request = Task | Candidates
-Reply = Statistics | Answer
+Request: TypeAlias = Task | Candidates
+Reply: TypeAlias = Statistics | Answer
 
 
 def read_request(content: bytes, where: str = "request") -> Request:

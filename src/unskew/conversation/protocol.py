@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -46,7 +46,7 @@ HOLD_OUT = 0.2  # of each site's examples, unless a task says otherwise
 
 TASK = "task.toml"  # as a refusal calls it
 
-Replies = Iterable[tuple[str, Sent]]
+Replies: TypeAlias = Iterable[tuple[str, Sent]]
 
 
 # ---------------------------------------------------------------------------------------------- a site
@@ -154,6 +154,14 @@ def serve(
     implausible beside the others stop the conversation unless they are among `accept`. With `keys`, what a site has not
     signed under its own name is refused; `key` signs the heads. `prior` is the mix of classes expected in use, and
     `fresh` tells that the model's head is new. Where nobody says what the inputs are, the first site's word counts.
+
+    >>> import torch
+    >>> server = serve(Split(torch.nn.Identity(), torch.nn.Linear(2, 3)), ["a", "b"], Task(form="pooled", hold_out=0.2))
+    >>> next(server).hold_out
+    0.2
+    >>> server.send([("a", b"damaged")])
+    Traceback (most recent call last):
+    unskew.errors.DataError: statistics: 0 of 2 sites; a: damaged ...
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     task = Task(form="pooled", hold_out=HOLD_OUT) if task is None else task
@@ -315,6 +323,13 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
     """Lead a conversation to its end: `ask` carries a request to the sites and gives what comes back, as it comes.
 
     All that a transport has to be: see `in_process`.
+
+    >>> import torch
+    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
+    >>> sites = {name: [(torch.randn(50, 2), torch.arange(50) % 2)] for name in ("a", "b")}
+    >>> result = talk(serve(model, sites), in_process(model, sites))
+    >>> result.rosters[0].answered
+    ('a', 'b')
     """
     request = next(server)
     while True:
@@ -326,7 +341,14 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
 
 
 def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request], Replies]:
-    """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice."""
+    """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice.
+
+    >>> import torch
+    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
+    >>> ask = in_process(model, {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]})
+    >>> [(site, said.header.examples) for site, said in ask(Task(form="pooled"))]
+    [('a', 50)]
+    """
     sent: dict[str, Statistics] = {}
 
     def ask(request: Request) -> Iterator[tuple[str, Sent]]:

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from unskew.conversation.answers import Answer
 from unskew.conversation.messages import Fault, Reply, Statistics, read_reply
 from unskew.errors import DataError, UnskewError, UsageError
 
-Require = str | int | float
-Sent = Reply | bytes | Fault | BaseException | None  # what a transport can hand over for a site
+Require: TypeAlias = str | int | float
+Sent: TypeAlias = Reply | bytes | Fault | BaseException | None  # what a transport can hand over for a site
 
 
 class Entry(NamedTuple):

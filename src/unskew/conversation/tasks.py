@@ -40,7 +40,11 @@ SECTIONS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """What all sites share. Files are named as they lie beside the task."""
+    """What all sites share. Files are named as they lie beside the task.
+
+    >>> Task(form="pooled", hold_out=0.2, labels=("cat", "dog")).to_bytes().decode().splitlines()[5]
+    '[data]'
+    """
 
     model: str = ""  # a spec of `foreign.load_module`; empty where all have the model already
     weights: str | None = None
