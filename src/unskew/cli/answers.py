@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unskew.cli.console import show, table_of
-from unskew.cli.keys import tell_silent
 from unskew.cli.shared import note
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ def validated(told: Conversation, model: Split, stats: FeatureStats, prior: Tens
     """The head that the sites found best, which can be the old one; shown beside the others, on each site."""
     from unskew.conversation.answers import owners_of, read_answers
     from unskew.conversation.calibrating import validate
+    from unskew.conversation.files import silent
     from unskew.conversation.heads_file import OLD, read_heads
 
     heads = read_heads(told.heads, model, stats.parts)
@@ -39,7 +39,8 @@ def validated(told: Conversation, model: Split, stats: FeatureStats, prior: Tens
     answers = read_answers(told.answers, heads, model.classes, owners, told.sites)
     if told.sites is not None:
         idle = [owner.site for owner in owners.values() if stats.held_out is not None and not owner.examples_held_out]
-        tell_silent(told.sites, [*answers, heads.signed.site, *idle], "has not answered")
+        for text in silent(told.sites, [*answers, heads.signed.site, *idle], "has not answered"):
+            note(text)
     found = validate(answers, prior)
     best = found.best
     _show(found)

@@ -18,29 +18,28 @@ import click
 
 from unskew.cli.answers import Conversation, validated
 from unskew.cli.console import bar, printable, show
-from unskew.cli.keys import check_signatures, key_of
-from unskew.cli.model import check_alike, opened_for
+from unskew.cli.keys import key_of
 from unskew.cli.shared import (
     PATH,
     Asked,
     Lists,
     asked_for,
     check_free,
+    checked_device,
     epilog,
     inputs_of,
     note,
     options,
 )
 from unskew.errors import DataError, UsageError
-from unskew.files.untrusted import reading
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from unskew.conversation.calibrating import Material, Plan
+    from unskew.conversation.files import Sent
     from unskew.conversation.heads_file import Opened
     from unskew.models.networks import Split
-    from unskew.statistics.header import Head
     from unskew.statistics.moments import FeatureStats
     from unskew.statistics.origin import Origin
     from unskew.statistics.scrutiny import Summary
@@ -87,7 +86,7 @@ def calibrate(**options: Any) -> None:
     check_free(wish.written, wish.force, [*read, *wish.files, *wish.sums, *wish.without, *wish.validate])
     logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
     sent = _sent(wish, asked)
-    opened = opened_for(asked, sent.known, sent.kept[0])
+    opened = _opened(sent, asked.values)
     plan = _planned(wish, sent, opened.model)
     material = _material(wish, sent, plan, opened.model, asked.values["device"])
     if wish.propose:
@@ -150,86 +149,29 @@ def _check_wish(wish: Wish) -> None:
 # ---------------------------------------------------------------------------------------------- what was sent
 
 
-class Sent(NamedTuple):
-    """The sites' files, by their headers: no contents are read yet."""
-
-    known: dict[Path, Head]
-    kept: list[Path]  # to be added, sums last
-    removed: list[Path]  # to be taken out of what is added
-
-    @property
-    def forms(self) -> set[str]:
-        """The forms of the second moments that are used."""
-        return {self.known[path].form for path in (*self.kept, *self.removed)}
-
-    @property
-    def sums(self) -> list[Path]:
-        """Those of the kept that are sums."""
-        return [path for path in self.kept if self.known[path].parts]
-
-    @property
-    def apart(self) -> bool:
-        """Whether sites are known apart."""
-        return not self.removed and not self.sums
-
-
 def _sent(wish: Wish, asked: Asked) -> Sent:
     """The headers of the files, where they are of the task and fit the weights; and which of them are used."""
-    from unskew.statistics.file import check_role
-    from unskew.statistics.header import head_of
+    from unskew.conversation.files import check_alike, check_signatures, check_sources, read_sent
+    from unskew.files.signing import read_sites
 
-    known = {path: head_of(path) for path in (*wish.files, *wish.sums, *wish.without)}
-    for path, head in known.items():
-        check_role(path, head, path in wish.sums)
-        if not head.examples:
-            raise DataError(f"{path}: the site has no examples: leave its file out")
+    sent = read_sent(wish.files, wish.sums, wish.without)
     if wish.sites is not None and asked.task is None:
         raise UsageError("--sites needs --task: without its nonce, a file of an older task would pass for a new one")
-    kept, removed = _kept((*wish.files, *wish.sums), wish.without, known)
-    own = [path for path in kept if path not in wish.sums]
-    check_signatures(known, own, [path for path in kept if path in wish.sums], wish.sites, wish.sign)
-    used = {path: known[path] for path in (*kept, *removed)}  # what is left out needs no key, and may be of any kind
-    _check_sources(asked, used)
-    check_alike(used)
-    return Sent(used, kept, removed)
+    sites = None if wish.sites is None else read_sites(wish.sites)
+    for text in check_signatures(sent, sites, key_of(wish.sign)):
+        note(text)
+    check_sources(sent.known, asked.task, asked.values["task"], asked.sources)
+    check_alike(sent.known)
+    return sent
 
 
-def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
-    """Refuse statistics that are not of the task, or contradict the weights that were calibrated before."""
-    from unskew.conversation.agreement import Known, apart, check_known, images_of
-    from unskew.conversation.tasks import check_head
-    from unskew.data.preparation import Preparation
+def _opened(sent: Sent, given: Mapping[str, Any]) -> Opened:
+    """The model that the files were made with, on its device."""
+    from unskew.conversation.files import open_for
 
-    for path, head in known.items():
-        if asked.task is not None:
-            check_head(asked.task, asked.values["task"], path, head)
-        said = head.origin.preparation
-        with reading(path):
-            preparation = None if said is None else Preparation.parse(said)
-        check_known(Known(str(path), head.origin.labels, preparation, head.origin.inputs), asked.sources)
-        if asked.task is not None:
-            expected, found = images_of(asked.task.preparation), head.origin.inputs
-            if None not in (expected, found) and apart("inputs", {"": expected, str(path): found}):
-                raise DataError(
-                    f"{path}: its inputs are {found}, but {asked.values['task']} makes them {expected}: let the site "
-                    f"run `unskew stats --task {asked.values['task']}`"
-                )
-
-
-def _kept(
-    files: tuple[Path, ...], without: tuple[Path, ...], known: Mapping[Path, Head]
-) -> tuple[list[Path], list[Path]]:
-    """The files to add, and those to take out of what is added."""
-    kept, removed = list(files), list[Path]()
-    for path in without:
-        same = [other for other in kept if known[other].digest == known[path].digest]
-        if same:
-            kept.remove(path if path in same else same[0])
-        else:
-            removed.append(path)
-    if not kept:
-        raise UsageError("--without leaves no file to calibrate from: name fewer")
-    return kept, removed
+    names = ("classes", "layer", "trust")
+    found = open_for(sent, given["model"], given["weights"], **{name: given[name] for name in names})
+    return found._replace(model=found.model.to(checked_device(given["device"])))
 
 
 # ---------------------------------------------------------------------------------------------- what is made of it
@@ -254,12 +196,11 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
 
     seen: list[Summary] = []
     with bar("adding", len(sent.kept) + len(sent.removed)) as progress:
-        own = [path for path in sent.kept if path not in sent.sums]
         form = plan.form if wish.propose or wish.keep else plan.least
-        summed = total_of(own, form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
+        summed = total_of(sent.own, form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
                           examine=seen.append)  # fmt: skip
     _tell_odd(odd(seen, [str(path) for path in wish.accept], summed.origin.labels))
-    for text in dominating({str(path): sent.known[path].examples for path in own}):
+    for text in dominating({str(path): sent.known[path].examples for path in sent.own}):
         note(text)
     check_sum(summed, bool(sent.removed), max(site.step for site in seen))
     if wish.robust:
