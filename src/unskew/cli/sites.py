@@ -57,7 +57,7 @@ def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: 
     asked = asked_for(given)
     check_free([out], force, inputs_of({**asked.values, "sign": sign}))
     key = key_of(sign)
-    from unskew.conversation.errands import batches_of, bytes_in, collected, form_within
+    from unskew.conversation.errands import bytes_in, collected, form_within
     from unskew.conversation.plausibility import told
     from unskew.models.transforms import Transform
     from unskew.statistics.file import save, size_of
@@ -74,7 +74,7 @@ def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: 
         form, precision = form_within(budget, classes, width, values["form"], values["precision"], transform,
                                       bool(hold_out), site.origin)  # fmt: skip
     with bar("collecting", site.data.examples) as progress:
-        batches = batches_of(site, values["device"], progress)
+        batches = site.batches(values["device"], progress)
         found, judgement = collected(site.model, batches, form, transform, hold_out, origin=site.origin,
                                      fresh=site.fresh, name=site.name)  # fmt: skip
     tell_damaged(site)
@@ -134,7 +134,7 @@ def evaluate(
         check_free([out], force, inputs_of({**asked.values, "heads": heads, "own": own, "sign": sign}))
     key, owner = key_of(sign), _owner(own, asked) if own else None
     from unskew.conversation.answers import Answer, check_capped
-    from unskew.conversation.errands import batches_of, scores_of
+    from unskew.conversation.errands import scores_of
     from unskew.conversation.heads_file import known_of_heads
     from unskew.conversation.plausibility import Tally, judged, told
 
@@ -154,7 +154,7 @@ def evaluate(
         _heads(heads, server, site, asked) if heads else ({"model": site.model.classifier}, "", None)
     )
     with bar("scoring", site.data.examples, as_json) as progress:
-        batches = batches_of(site, values["device"], progress)
+        batches = site.batches(values["device"], progress)
         scores = scores_of(site.model, batches, modules, hold_out or 0.0, site.name)
     tell_damaged(site)
     total = next(iter(scores.values())).confusion.sum(1)

@@ -5,19 +5,17 @@ heads get right. Functions of a model and batches: they know of no files.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from unskew.conversation.opening import Site
 from unskew.conversation.plausibility import Judgement, Watch, judged
 from unskew.errors import DataError, UsageError
 from unskew.files.limits import amount
 from unskew.models.evaluate import Scores, scored
-from unskew.models.inputs import each
 from unskew.models.networks import Split, evaluating, linear
 from unskew.models.running import Runner, in_type_of
 from unskew.statistics.collecting import collect, holding_out
@@ -27,7 +25,6 @@ from unskew.statistics.moments import FORMS, FeatureStats
 from unskew.statistics.origin import Origin
 
 Batches = Iterable[tuple[Any, Tensor]]
-Progress = Callable[[int], None]  # is told of so many examples that have gone by
 
 
 class Collected(NamedTuple):
@@ -70,18 +67,6 @@ def scores_of(
         none = f"a share of {hold_out} of its examples is none: such a site need not answer" if hold_out else ""
         raise DataError(f"{name}: there are no examples to score" + (f"; {none}" if none else ""))
     return scores
-
-
-def batches_of(site: Site, device: str = "cpu", progress: Progress | None = None) -> Iterator[tuple[Any, Tensor]]:
-    """The batches of a site, on a device; labels that the model does not have are refused."""
-    classes = site.model.classes
-    for x, y in site.data.batches():
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
-            span = f"{int(y.min())}..{int(y.max())}"
-            raise DataError(f"{site.name}: labels lie in {span}, but the model has {classes} classes")
-        yield each(lambda value: value.to(device), x), y.to(device)
-        if progress is not None:
-            progress(len(y))
 
 
 @contextlib.contextmanager
