@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unskew.conversation.answers import Answer
+from unskew.conversation.heads_file import Heads
 from unskew.conversation.plausibility import Judgement, Watch, judged
 from unskew.errors import DataError, UsageError
 from unskew.files.limits import amount
@@ -69,6 +71,13 @@ def scores_of(
     return scores
 
 
+def answer_of(heads: Heads, scores: Mapping[str, Scores], statistics: str, hold_out: float) -> Answer:
+    """The answer to candidate heads of the site whose statistics have this digest; to be sealed."""
+    right = {name: score.confusion.diagonal().tolist() for name, score in scores.items()}
+    total = next(iter(scores.values())).confusion.sum(1).tolist()
+    return Answer(heads.digest, statistics, heads.signed.nonce, bool(hold_out), total, right)
+
+
 @contextlib.contextmanager
 def _naming(data: str) -> Iterator[None]:
     """Name the data in what is refused of them."""
@@ -82,12 +91,14 @@ def _naming(data: str) -> Iterator[None]:
 
 
 def form_within(
-    budget: str, classes: int, width: int, form: str | None = None, precision: str | None = None,
+    budget: str | None, classes: int, width: int, form: str | None = None, precision: str | None = None,
     transform: str = "identity", held_out: bool = False, origin: Origin | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """The richest form, in the best precision, whose file is no larger than a budget such as "10MB"; of those that are
-    not given.
+    not given. Without a budget, pooled in float64.
     """
+    if budget is None:
+        return form or "pooled", precision or "float64"
     empty = replace(FeatureStats.zero(classes, width, "none", transform), origin=origin or Origin())
     numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64").values())
     header = size_of(empty) - numbers_alone + (900 if held_out else 400)  # what the examples add to it, at most

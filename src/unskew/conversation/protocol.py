@@ -24,7 +24,7 @@ from unskew.calibration.heads import with_classifier
 from unskew.conversation.agreement import Known, check_known, images_of
 from unskew.conversation.answers import Answer, Counts, Owner, check_answer, counts_in
 from unskew.conversation.calibrating import Material, Plan, Validation, make_head, odd, plan_for, propose, validate
-from unskew.conversation.errands import Batches, collected, form_within, scores_of
+from unskew.conversation.errands import Batches, answer_of, collected, form_within, scores_of
 from unskew.conversation.heads_file import Heads, heads_bytes
 from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Late, Require, Roster, Sent, needed
@@ -87,20 +87,15 @@ def reply(
         raise DataError("these heads are of another conversation than the statistics that this site has sent")
     hold_out = heads.hold_out or 0.0
     scores = scores_of(model, batches, heads.modules, hold_out)
-    total = next(iter(scores.values())).confusion.sum(1).tolist()
-    right = {name: score.confusion.diagonal().tolist() for name, score in scores.items()}
-    digest = sent if isinstance(sent, str) else sent.header.digest
-    return Answer(heads.digest, digest, heads.signed.nonce, bool(hold_out), total, right).sealed(key)
+    return answer_of(heads, scores, sent if isinstance(sent, str) else sent.header.digest, hold_out).sealed(key)
 
 
 def _statistics(task: Task, model: Split, batches: Batches, key: Key | None, fresh: bool) -> Statistics:
     """The statistics that a task asks for."""
     origin = Origin(labels=task.labels, preparation=str(task.preparation) or None, nonce=task.nonce)
-    form, precision = task.form or "pooled", task.precision or "float64"
-    if task.budget:
-        width = Transform(task.transform).width(model.dimension)
-        form, precision = form_within(task.budget, model.classes, width, task.form, task.precision, task.transform,
-                                      bool(task.hold_out), origin)  # fmt: skip
+    width = Transform(task.transform).width(model.dimension)
+    form, precision = form_within(task.budget, model.classes, width, task.form, task.precision, task.transform,
+                                  bool(task.hold_out), origin)  # fmt: skip
     found = collected(model, batches, form, task.transform, task.hold_out, origin=origin, fresh=fresh)
     return Statistics.of(found.stats, precision, key)
 
