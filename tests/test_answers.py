@@ -17,7 +17,7 @@ from unskew.conversation.heads_file import heads_bytes, read_heads
 from unskew.errors import DataError
 from unskew.models.networks import Split
 from unskew.statistics.file import load, save, save_sum, total_of
-from unskew.statistics.header import head_of
+from unskew.statistics.header import read_header
 from unskew.statistics.moments import FeatureStats
 
 ANSWER = Answer("h" * 64, "s" * 64, 32 * "a", False, [3, 0, 5, 2], {"old": [1, 0, 5, 2], "ffc": [3, 0, 4, 0]})
@@ -141,7 +141,7 @@ class Federation:
         """The answer of a site that has scored all that it has, and got nothing right."""
         stats = load(self.files[number], "none")
         total = [int(n) for n in stats.count]
-        made = Answer(self.heads.digest, head_of(self.files[number]).digest, None, False, total,
+        made = Answer(self.heads.digest, read_header(self.files[number]).digest, None, False, total,
                       {"old": [0] * 4, "new": [0] * 4})._replace(**changes)  # fmt: skip
         path = self.folder / f"{name or number}.answer"
         path.write_text(made.sealed().to_bytes().decode())

@@ -23,7 +23,7 @@ from unskew.files.signing import Key, Signed, Sites, check_senders, is_name, is_
 from unskew.files.untrusted import Content, Source, parse_json, read_bytes
 from unskew.statistics.file import counts_of
 from unskew.statistics.fingerprints import Part
-from unskew.statistics.header import head_of
+from unskew.statistics.header import read_header
 
 VERSION = 1
 MOST = 2**53  # examples that a site can have counted: float64 holds them exactly
@@ -135,13 +135,13 @@ def owners_of(files: Iterable[Path], parts: Iterable[Part]) -> dict[str, Owner]:
     """The sites behind files of statistics, sums among them, by the digests of their own files; of `parts` alone."""
     used, found = {part.digest for part in parts}, dict[str, Owner]()
     for path in files:
-        head = head_of(path)
+        header = read_header(path)
         count, held = counts_of(path)
         held = torch.zeros_like(count) if held is None else held
         sizes = [(part.digest, part.site, f"{path.name} {part.digest[:8]}", part.examples, part.held_out)
-                 for part in head.parts]  # fmt: skip
+                 for part in header.parts]  # fmt: skip
         for digest, site, name, examples, examples_held in sizes or [
-            (head.digest, head.site, path.name, head.examples, head.held_out)
+            (header.digest, header.site, path.name, header.examples, header.held_out)
         ]:
             if digest in used:
                 found[digest] = Owner(site or name, site, count, held, examples, examples_held or 0)

@@ -14,7 +14,7 @@ from torch import nn
 
 from unskew.conversation.agreement import Known, apart, check_known, images_of
 from unskew.conversation.heads_file import Opened, opened
-from unskew.conversation.tasks import Task, check_head
+from unskew.conversation.tasks import Task, check_header
 from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError
 from unskew.files.signing import Key, Sites, check_senders, check_signed
@@ -22,7 +22,7 @@ from unskew.files.untrusted import reading
 from unskew.models.inputs import check_size, stand_in, varies
 from unskew.statistics.collecting import digests_before, weights_digest
 from unskew.statistics.file import check_role
-from unskew.statistics.header import Head, head_of
+from unskew.statistics.header import Header, read_header
 
 MOST_NAMES = 20  # that are told
 
@@ -30,7 +30,7 @@ MOST_NAMES = 20  # that are told
 class Sent(NamedTuple):
     """The sites' files that are used, by their headers."""
 
-    known: dict[Path, Head]
+    known: dict[Path, Header]
     own: list[Path]  # sites' own, to be added
     sums: list[Path]  # to be added too
     removed: list[Path]  # to be taken out of what is added
@@ -43,7 +43,7 @@ class Sent(NamedTuple):
     @property
     def forms(self) -> set[str]:
         """The forms of the second moments that are used."""
-        return {head.form for head in self.known.values()}
+        return {header.form for header in self.known.values()}
 
     @property
     def apart(self) -> bool:
@@ -55,10 +55,10 @@ def read_sent(files: Sequence[Path], sums: Sequence[Path] = (), without: Sequenc
     """Read the headers of sites' files and of sums; those of `without` are left out or, where they are in a sum, taken
     out of it.
     """
-    known = {path: head_of(path) for path in (*files, *sums, *without)}
-    for path, head in known.items():
-        check_role(path, head, path in sums)
-        if not head.examples:
+    known = {path: read_header(path) for path in (*files, *sums, *without)}
+    for path, header in known.items():
+        check_role(path, header, path in sums)
+        if not header.examples:
             raise DataError(f"{path}: the site has no examples: leave its file out")
     kept, removed = [*files, *sums], list[Path]()
     for path in without:
@@ -99,27 +99,29 @@ def silent(sites: Sites, heard: Iterable[str | None], what: str) -> list[str]:
     return [told] if missing else []
 
 
-def check_sources(known: Mapping[Path, Head], task: Task | None, where: Path | None, sources: Iterable[Known]) -> None:
+def check_sources(
+    known: Mapping[Path, Header], task: Task | None, where: Path | None, sources: Iterable[Known]
+) -> None:
     """Refuse statistics that are not of the task, which stands in `where`, or contradict another source."""
-    for path, head in known.items():
+    for path, header in known.items():
         if task is not None:
-            check_head(task, where, path, head)
-        said = head.origin.preparation
+            check_header(task, where, path, header)
+        said = header.origin.preparation
         with reading(path):
             preparation = None if said is None else Preparation.parse(said)
-        check_known(Known(str(path), head.origin.labels, preparation, head.origin.inputs), sources)
-        expected, found = None if task is None else images_of(task.preparation), head.origin.inputs
+        check_known(Known(str(path), header.origin.labels, preparation, header.origin.inputs), sources)
+        expected, found = None if task is None else images_of(task.preparation), header.origin.inputs
         if None not in (expected, found) and apart("inputs", {"": expected, str(path): found}):
             raise DataError(f"{path}: its inputs are {found}, but {where} makes them {expected}: let the site run "
                             f"`unskew stats --task {where}`")  # fmt: skip
 
 
-def check_alike(known: Mapping[Path, Head]) -> None:
+def check_alike(known: Mapping[Path, Header]) -> None:
     """Refuse files that can't be added, by the names of the few that differ from the others."""
-    files = {str(path): head for path, head in known.items()}
+    files = {str(path): header for path, header in known.items()}
     for name in ("classes", "dimension", "transform", "layer", "inputs", "labels", "preparation"):
-        of_head = name in ("classes", "dimension", "transform")
-        said = {file: getattr(head if of_head else head.origin, name) for file, head in files.items()}
+        of_header = name in ("classes", "dimension", "transform")
+        said = {file: getattr(header if of_header else header.origin, name) for file, header in files.items()}
         if problem := apart(name, said):
             raise DataError(f"{problem}. Statistics of different {name} can't be added: collect all of them with the "
                             "same model on the same kind of data, or leave such files out")  # fmt: skip
@@ -147,7 +149,7 @@ def open_for(
         if found:
             _check_weights(found, known, spec, weights)
         elif told is not None:
-            said = ", ".join(str(path) for path, head in known.items() if head.origin.layer is not None)
+            said = ", ".join(str(path) for path, header in known.items() if header.origin.layer is not None)
             raise UsageError(f"{spec} has no layer {told!r}, of which {said} has features: give the right model")
 
     found = opened(spec, weights, classes=classes, layer=layer or (None if seen else told), trust=trust,
@@ -161,13 +163,13 @@ def open_for(
     return found
 
 
-def _said(known: Mapping[Path, Head], name: str) -> str | None:
+def _said(known: Mapping[Path, Header], name: str) -> str | None:
     """What the files say of their origin, which is the same for all that say it."""
-    return next((value for head in known.values() if (value := getattr(head.origin, name)) is not None), None)
+    return next((value for header in known.values() if (value := getattr(header.origin, name)) is not None), None)
 
 
-def _check_weights(digests: set[str], known: Mapping[Path, Head], spec: str, weights: Path | None) -> None:
-    strange = [str(path) for path, head in known.items() if head.origin.weights not in (None, *digests)]
+def _check_weights(digests: set[str], known: Mapping[Path, Header], spec: str, weights: Path | None) -> None:
+    strange = [str(path) for path, header in known.items() if header.origin.weights not in (None, *digests)]
     if strange:
         hint = "" if weights else "; without --weights, the model must be built the same everywhere"
         raise UsageError(f"{', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}: collected with other weights "

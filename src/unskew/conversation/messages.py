@@ -21,7 +21,7 @@ from unskew.files.untrusted import Content, reading
 from unskew.files.writing import load_sealed
 from unskew.models.networks import Split
 from unskew.statistics.file import load, to_bytes
-from unskew.statistics.header import Head, read_head
+from unskew.statistics.header import Header, header_in
 from unskew.statistics.moments import FeatureStats
 from unskew.statistics.scrutiny import Summary
 
@@ -31,7 +31,7 @@ class Statistics:
     """A site's statistics file: the reply to a `Task`."""
 
     content: bytes
-    header: Head
+    header: Header
 
     @classmethod
     def of(cls, stats: FeatureStats, precision: str = "float64", key: Key | None = None) -> Statistics:
@@ -47,7 +47,7 @@ class Statistics:
         """A file whose header is right and whose digest fits; `stats` looks at the numbers."""
         source = Content(where, content)
         with reading(source), Reader(source) as file:
-            header = read_head(file)
+            header = header_in(file)
             for _ in file.read():  # which compares the digest at its end
                 pass
         return cls(content, header)

@@ -22,7 +22,7 @@ from unskew.files.untrusted import Content, Source, open_regular, read_toml, rea
 from unskew.files.writing import write_text
 from unskew.models.transforms import Transform
 from unskew.specs import is_own
-from unskew.statistics.header import PRECISIONS, Head
+from unskew.statistics.header import PRECISIONS, Header
 from unskew.statistics.moments import FORMS
 
 VERSION = 1
@@ -344,14 +344,14 @@ def _check_whole(folder: Path, listed: set[str], task: Path) -> None:
         )
 
 
-def check_head(task: Task, path: object, file: object, head: Head) -> None:
+def check_header(task: Task, path: object, file: object, header: Header) -> None:
     """Refuse a file of statistics that was not collected for the task, or not as it says, as far as `agreement` does
     not see it.
     """
-    check_nonce(task, path, file, head.origin.nonce)
+    check_nonce(task, path, file, header.origin.nonce)
     wanted, held = Transform(task.transform).name, ("nothing held out", "a part held out")
-    pairs = [(head.transform, wanted), (held[head.held_out is not None], held[task.hold_out > 0])]
-    if (head.origin.labels is None) != (task.labels is None):
+    pairs = [(header.transform, wanted), (held[header.held_out is not None], held[task.hold_out > 0])]
+    if (header.origin.labels is None) != (task.labels is None):
         pairs.append(("names of classes", "none") if task.labels is None else ("no names of classes", "them"))
     for mine, told in pairs:
         if mine != told:

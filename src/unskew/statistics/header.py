@@ -124,7 +124,7 @@ def metadata_of(stats: FeatureStats, precision: str, signer: str | None = None, 
     return {name: json.dumps(header[name]) for name in FIELDS}
 
 
-class Head(NamedTuple):
+class Header(NamedTuple):
     """What a file says of itself."""
 
     classes: int
@@ -149,13 +149,13 @@ class Head(NamedTuple):
         return Signed(kind, self.site, self.origin.nonce, self.digest, self.signature)
 
 
-def head_of(path: Source) -> Head:
+def read_header(path: Source) -> Header:
     """The header of a file, checked; its contents are not."""
     with Reader(path) as file:
-        return read_head(file)
+        return header_in(file)
 
 
-def read_head(file: Reader) -> Head:
+def header_in(file: Reader) -> Header:
     """The header of a file that is open."""
     path = file.path
     if file.digest is None:
@@ -201,7 +201,7 @@ def read_head(file: Reader) -> Head:
         told = [getattr(part, name) for part in parts]
         if (None if None in told else sum(told)) != header[name]:
             raise DataError(f"{path}: {name} is {header[name]}, but its parts have {str(told)[:80]}")
-    return Head(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
+    return Header(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
                 origin, header["producer"], file.digest, header["right"], parts, header["site"],
                 file.signature)  # fmt: skip
 
