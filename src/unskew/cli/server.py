@@ -237,7 +237,7 @@ def _moderated(wish: Wish, sent: Sent, form: str) -> FeatureStats:
     def sites() -> Iterator[FeatureStats]:
         for path in sent.kept:
             site = load(path, form)
-            yield (site.kept if wish.propose else None) or site
+            yield (site.without_held_out if wish.propose else None) or site
 
     return robust_sum(sites)
 

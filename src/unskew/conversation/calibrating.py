@@ -92,7 +92,7 @@ def propose(calibrator: str, material: Material, old: nn.Module, seed: int = 0) 
     """Make the candidates for sites to score: that of one calibrator or, for "auto", of all that the statistics allow.
     What sites hold out is left out, so that it is new to the heads that they score on it.
     """
-    rest = material.stats.kept
+    rest = material.stats.without_held_out
     if rest is not None:
         material = material._replace(stats=replace(rest, parts=material.stats.parts), sites=())
     bias = linear(old).bias is not None

@@ -244,7 +244,7 @@ class _Gathering:
         if self.total is not None:
             self.total.beside(bare.sort, bare.origin)
         if self.robust:
-            self.each.append((bare.kept if self.whole else None) or bare)
+            self.each.append((bare.without_held_out if self.whole else None) or bare)
         elif plan.wanted.apart and not self.whole:
             self.each.append(bare.reduced("none"))
         held = bare.count.new_zeros(bare.classes) if bare.held_out is None else bare.held_out.count.clone()
