@@ -60,13 +60,12 @@ def reply(
     *,
     key: Key | None = None,
     server: Sites | None = None,
-    fresh: bool = False,
 ) -> Reply:
     """What a site replies to a request, from the model that all share and batches of its own examples.
 
     Batches must come in the same order each time: what is held out is chosen by lot in that order. `sent` is what the
     site has replied before, or its digest: an answer to heads says by it whose it is. `key` signs what is sent;
-    `server` is the server's key, without which heads are refused. `fresh` tells that the model's head is new.
+    `server` is the server's key, without which heads are refused.
 
     >>> import torch
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 3))
@@ -77,7 +76,7 @@ def reply(
     request = read_request(request) if isinstance(request, bytes) else request
     expect("model", model, Split, "cut it first: split(module, example)")
     if isinstance(request, Task):
-        return _statistics(request, model, batches, key, fresh)
+        return _statistics(request, model, batches, key)
     heads = request.heads(model)
     if server is not None:
         check_signed("heads", heads.signed, server)
@@ -90,13 +89,13 @@ def reply(
     return answer_of(heads, scores, sent if isinstance(sent, str) else sent.header.digest, hold_out).sealed(key)
 
 
-def _statistics(task: Task, model: Split, batches: Batches, key: Key | None, fresh: bool) -> Statistics:
+def _statistics(task: Task, model: Split, batches: Batches, key: Key | None) -> Statistics:
     """The statistics that a task asks for."""
     origin = Origin(labels=task.labels, preparation=str(task.preparation) or None, nonce=task.nonce)
     width = Transform(task.transform).width(model.dimension)
     form, precision = form_within(task.budget, model.classes, width, task.form, task.precision, task.transform,
                                   bool(task.hold_out), origin)  # fmt: skip
-    found = collected(model, batches, form, task.transform, task.hold_out, origin=origin, fresh=fresh)
+    found = collected(model, batches, form, task.transform, task.hold_out, origin=origin, fresh=True)  # none is judged
     return Statistics.of(found.stats, precision, key)
 
 
@@ -149,6 +148,7 @@ def serve(
     implausible beside the others stop the conversation unless they are among `accept`. With `keys`, what a site has not
     signed under its own name is refused; `key` signs the heads. `prior` is the mix of classes expected in use, and
     `fresh` tells that the model's head is new. Where nobody says what the inputs are, the first site's word counts.
+    Statistics are added in the order in which they come: another order can change the last digits.
 
     >>> import torch
     >>> server = serve(Split(torch.nn.Identity(), torch.nn.Linear(2, 3)), ["a", "b"], Task(form="pooled", hold_out=0.2))
@@ -250,7 +250,8 @@ class _Gathering:
         held = bare.count.new_zeros(bare.classes) if bare.held_out is None else bare.held_out.count.clone()
         self.owners[header.digest] = Owner(site, header.site, bare.count.clone(), held, header.examples,
                                            header.held_out or 0)  # fmt: skip
-        self.plan, self.seen = plan, [*self.seen, *seen]
+        self.plan = plan
+        self.seen += seen
         self.parts += [(part, site) for part in own]
         self.total = copy.deepcopy(bare) if self.total is None else self.total._joined(bare)
 
