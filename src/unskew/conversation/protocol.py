@@ -67,7 +67,6 @@ def reply(
     site has replied before, or its digest: an answer to heads says by it whose it is. `key` signs what is sent;
     `server` is the server's key, without which heads are refused.
 
-    >>> import torch
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 3))
     >>> said = reply(Task(form="pooled"), model, [(torch.randn(10, 2), torch.arange(10) % 3)])
     >>> said.header.examples
@@ -104,7 +103,14 @@ def _statistics(task: Task, model: Split, batches: Batches, key: Key | None) -> 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a conversation."""
+    """What came of a conversation.
+
+    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
+    >>> sites = {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]}
+    >>> print(talk(serve(model, sites, Task(form="pooled"), validated=False), in_process(model, sites)))
+    head: ffc; unverified: no site has checked it
+    statistics: 1 of 1 sites
+    """
 
     model: Split  # a copy, with the head that was chosen
     head: str  # the name of that head: of its calibrator, or "old"
@@ -150,7 +156,6 @@ def serve(
     `fresh` tells that the model's head is new. Where nobody says what the inputs are, the first site's word counts.
     Statistics are added in the order in which they come: another order can change the last digits.
 
-    >>> import torch
     >>> server = serve(Split(torch.nn.Identity(), torch.nn.Linear(2, 3)), ["a", "b"], Task(form="pooled", hold_out=0.2))
     >>> next(server).hold_out
     0.2
@@ -320,7 +325,6 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
 
     All that a transport has to be: see `in_process`.
 
-    >>> import torch
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> sites = {name: [(torch.randn(50, 2), torch.arange(50) % 2)] for name in ("a", "b")}
     >>> result = talk(serve(model, sites), in_process(model, sites))
@@ -339,7 +343,6 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
 def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request], Replies]:
     """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice.
 
-    >>> import torch
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> ask = in_process(model, {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]})
     >>> [(site, said.header.examples) for site, said in ask(Task(form="pooled"))]
