@@ -1,5 +1,6 @@
 """The conversation without any transport: what server and sites say, who took part, and what each fault means."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
-from unskew.calibration.heads import calibrate
+from unskew.calibration.discriminants import fedcof, lda
+from unskew.calibration.heads import calibrate, ccvr, ffc
 from unskew.conversation.answers import Answer
 from unskew.conversation.heads_file import OLD
 from unskew.conversation.messages import Candidates, Fault, Statistics, read_reply, read_request
@@ -130,6 +132,21 @@ def test_without_validation_it_is_calibrate(form, calibrator):
     assert torch.equal(result.model.classifier.weight, expected.classifier.weight)
     assert result.validation is None
     assert "unverified" in str(result)
+
+
+@pytest.mark.parametrize("maker", [ccvr(samples=20, epochs=1), ffc(), lda(), fedcof()], ids=lambda maker: maker.name)
+def test_a_simulation_sends_what_it_has_collected(maker):
+    """As `calibrate`, bit for bit, whatever is drawn; and nothing is doubted that nobody has sent."""
+    sites = {name: collect(MODEL, batches, CLASSES, maker.form) for name, batches in DATA.items()}
+    sites["d"] = sites["c"]  # which would pass for a copy, and does in a simulation with equal clients
+    draws = [torch.Generator().manual_seed(5) for _ in range(2)]
+    server = serve(MODEL, NAMES, Task(form=maker.form), calibrator=maker, validated=False, seed=draws[0])
+    result = talk(server, lambda request: sites)
+    expected = calibrate(MODEL, [*map(copy.copy, sites.values())], maker, draws[1])
+    assert torch.equal(result.model.classifier.weight, expected.classifier.weight)
+    assert result.notes == ()
+    with pytest.raises(UsageError, match="validated=False"):
+        talk(serve(MODEL, NAMES, replace(TASK, form=maker.form)), lambda request: sites)
 
 
 def test_statistics_are_taken_one_by_one():
