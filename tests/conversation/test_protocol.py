@@ -508,3 +508,35 @@ def test_sites_are_named_once(sites):
 def test_validation_needs_something_to_validate_on():
     with pytest.raises(UsageError, match="hold_out of the task is 0"):
         next(serve(MODEL, NAMES, Task(form="pooled")))
+
+
+EXAMPLE = """
+model = unskew.split(net, example=x[:2])
+sites = {"clinic": clinic, "hospital": hospital, "lab": lab}
+
+server = unskew.serve(model, sites, unskew.Task(form="pooled", hold_out=0.2), require=0.6)
+result = unskew.talk(server, unskew.in_process(model, sites))
+print(result)
+better = result.model
+"""
+
+
+def test_the_whole_exchange_with_validation_is_a_few_lines_of_python(capsys):
+    import unskew as package
+
+    draw = torch.Generator().manual_seed(0)
+    means = 2 * torch.randn(3, 8, generator=draw)
+    y = torch.randint(3, (300,), generator=draw)
+    x = means[y] + torch.randn(300, 8, generator=draw)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    parts = {
+        name: [(x[rows], y[rows])]
+        for name, rows in zip(("clinic", "hospital", "lab"), torch.arange(300).split(100), strict=True)
+    }
+    names = {"unskew": package, "net": net, "x": x, **parts}
+    exec(EXAMPLE, names)
+    assert len([line for line in EXAMPLE.splitlines() if line]) < 10
+    right = [float((model(x).argmax(1) == y).double().mean()) for model in (net, names["better"])]
+    assert right[1] > right[0] + 0.2
+    assert "statistics: 3 of 3 sites\nanswers: 3 of 3 sites" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from unskew.statistics.file import load, save, save_sum, total_of
 from unskew.statistics.moments import FeatureStats
 from unskew.statistics.origin import Origin
 
-QUICK = 400  # flips of each file; `make test-all` tries every bit
+QUICK = 100  # flips of each file; `make test-all` tries every byte
 MODEL = Split(nn.Identity(), nn.Linear(3, 2))
 
 
@@ -89,8 +89,9 @@ def test_a_flipped_bit_is_refused_by_name(files, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in READERS if name not in ("model", "checkpoint")])
-def test_every_bit_is_sealed(files, name):
-    tried(files, name, lambda length: [(place, bit) for place in range(length) for bit in range(8)])
+def test_every_byte_is_sealed(files, name):
+    """One of its bits at least; the next is another one in the next byte."""
+    tried(files, name, lambda length: [(place, place % 8) for place in range(length)])
 
 
 def test_a_seal_that_is_left_out_is_missed(files):
