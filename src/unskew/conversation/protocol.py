@@ -217,10 +217,11 @@ def linear_device(model: Split) -> Any:
 
 
 def _hear(roster: Roster, replies: Replies, use: Callable[[str, Taken], None]) -> None:
-    """Enter replies one by one, as they come; what was used is not kept."""
+    """Enter replies one by one, as they come."""
     pairs = replies.items() if isinstance(replies, Mapping) else replies
     for site, sent in pairs:
         roster.take(site, sent, use)
+        del sent  # lest it is held while the next one comes
 
 
 def _alone(site: str, other: str | None) -> str:
