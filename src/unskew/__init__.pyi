@@ -10,7 +10,7 @@ from unskew.calibration.heads import (
     oracle as oracle,
 )
 from unskew.calibration.influence import influences as influences
-from unskew.conversation.messages import Fault as Fault, Reply as Reply, Request as Request
+from unskew.conversation.messages import Fault as Fault
 from unskew.conversation.protocol import (
     Result as Result,
     in_process as in_process,
