@@ -125,7 +125,7 @@ def result_of(out: Path) -> dict[str, Any]:
         for record in read(out / "records.jsonl")
     ]
     models = {path.name: load_tree(path) for path in sorted(out.glob("*.safetensors"))}
-    about = {name: json.loads(metadata.get("unskew", "0")) for name, (_, metadata) in models.items()}
+    about = {name: json.loads(metadata.get("model", "0")) for name, (_, metadata) in models.items()}
     bits = {
         f"{name}/{key}": value.numpy().tobytes() for name, (tree, _) in models.items() for key, value in tree.items()
     }

@@ -10,9 +10,9 @@ from torch import nn
 from commands import blobs, tiny, unskew
 from test_statistics import features
 from unskew.conversation.answers import Answer, answer_text, read_answer
-from unskew.conversation.heads_file import known_of_model, read_heads, write_heads, write_model
+from unskew.conversation.heads_file import read_heads, write_heads
+from unskew.conversation.model_file import Opened, known_of_model, load_model, write_model
 from unskew.errors import DataError
-from unskew.experiments.folder import load_model
 from unskew.files import signing
 from unskew.files.writing import load_sealed
 from unskew.models.networks import Split
@@ -56,7 +56,7 @@ def files(tmp_path_factory):
     (folder / "signed-answer").write_text(answer_text(answer, key))
     two = replace(FeatureStats.of(z[:, :3], y % 2, 2, "pooled"), origin=Origin(labels=labels[1:3]))
     write_heads(folder / "heads", MODEL, {"ffc": nn.Linear(3, 2)}, two, key=key)
-    write_model(folder / "calibrated", MODEL, MODEL, "ffc", two)
+    write_model(folder / "calibrated", MODEL, Opened(MODEL, MODEL), "ffc", two.origin)
     run = unskew("run", *tiny(blobs(folder / "data.npz"), rounds=1, calibrate="none"), "--out", folder / "run")
     assert run.code == 0, run.err
     (folder / "run" / "model.safetensors").rename(folder / "model")

@@ -16,7 +16,7 @@ from unskew.errors import DataError, UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from unskew.conversation.heads_file import Opened
+    from unskew.conversation.model_file import Opened
     from unskew.statistics.header import Head
 
 
@@ -37,7 +37,7 @@ def opened_for(asked: Asked, known: Mapping[Path, Head], first: Path) -> Opened:
     """The model that the files were made with; refused if they were made with another, before it is run on anything
     that they ask for.
     """
-    from unskew.conversation.heads_file import Opened, opened
+    from unskew.conversation.model_file import open_model
     from unskew.models.inputs import check_size, stand_in, varies
     from unskew.statistics.collecting import weights_digest
 
@@ -47,15 +47,16 @@ def opened_for(asked: Asked, known: Mapping[Path, Head], first: Path) -> Opened:
     seen = inputs is not None and not varies(inputs)
     if inputs is not None and seen:
         check_size(inputs, first)
-    module, model, fresh = opened(given["model"], given["weights"], classes=given["classes"],
+    opened = open_model(given["model"], given["weights"], classes=given["classes"],
                                   layer=given["layer"] or (None if seen else layer), trust=given["trust"],
                                   example=stand_in(inputs) if inputs is not None and seen else None,
                                   check=lambda module: _check_before(module, layer, given, known))  # fmt: skip
+    model = opened.model
     if classes != model.classes:
         raise UsageError(f"{first} has {classes} classes, but the model has {model.classes}: give --classes {classes} "
                          "for a new head, as the sites did, or the right model")  # fmt: skip
     _check_weights({weights_digest(model)}, given, known)
-    return Opened(module, model.to(checked_device(given["device"])), fresh)
+    return opened._replace(model=model.to(checked_device(given["device"])))
 
 
 def _said(known: Mapping[Path, Head], name: str) -> str | None:

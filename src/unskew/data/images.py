@@ -320,12 +320,12 @@ def _by_function(preparation: Preparation) -> Callable[[Example], Array]:
     spec = f"{path}:{name.rpartition(':')[2]}"
     if Preparation.of_function(spec).digest != preparation.digest:
         raise UsageError(f"preparation is by {name}, but {path} is another file than its digest says: give that one")
-    function = specs.own("preparation", spec)
+    function = specs.load_function("preparation", spec)
     calls = itertools.count()
 
     def called(example: Example) -> Tensor:
         image = example.picture(preparation.channels)
-        made = specs.called(f"{example.name}: preparation", name, function, image)
+        made = specs.call_user_code(f"{example.name}: preparation", name, function, image)
         wrong = None
         if not isinstance(made, Tensor):
             wrong = type(made).__name__

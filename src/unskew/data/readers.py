@@ -308,16 +308,16 @@ def _unpickle(files: Files, name: str, path: Path, *keys: str) -> list[Any]:
         raise DataError(f"{path}: {name} is damaged or no CIFAR file with {wanted}: {repr(error)[:300]}") from error
 
 
-def cifar(path: Path, name: str = "cifar10", labels: str = "fine") -> Arrays:
+def cifar(path: Path, name: str = "cifar10", label_set: str = "fine") -> Arrays:
     """Read CIFAR-10 or CIFAR-100 (`name`) from the official Python archive or from its unpacked folder.
 
-    `labels` chooses CIFAR-100's 100 "fine" classes or its 20 "coarse" ones.
+    `label_set` chooses CIFAR-100's 100 "fine" classes or its 20 "coarse" ones.
     """
     if name == "cifar10":
         inside, key, meta, meta_key = "cifar-10-batches-py", "labels", "batches.meta", "label_names"
         batches, last = [f"data_batch_{number}" for number in range(1, 6)], "test_batch"
     else:
-        inside, key, meta, meta_key = "cifar-100-python", f"{labels}_labels", "meta", f"{labels}_label_names"
+        inside, key, meta, meta_key = "cifar-100-python", f"{label_set}_labels", "meta", f"{label_set}_label_names"
         batches, last = ["train"], "test"
     files = contents(path, inside)
 

@@ -438,18 +438,18 @@ def _whole(cell: Any) -> int | None:
 
 def _loader(spec: str, part: str, labels: tuple[str, ...] | None, batch: int) -> _Source:
     name, options = specs.parse(spec)
-    function = specs.own("data", name)
+    function = specs.load_function("data", name)
     parameters = inspect.signature(function).parameters
     given = {key: value for key, value in {"part": part, "batch": batch}.items() if key in parameters}
     given |= specs.converted(spec, options, specs.defaults_of(function))
 
     def walk() -> Iterator[tuple[Any, Tensor]]:
-        made = specs.called("data", spec, function, **given)
+        made = specs.call_user_code("data", spec, function, **given)
         if not isinstance(made, Iterable):
             expected = "something to iterate over, such as a DataLoader, that gives batches (inputs, labels)"
             raise DataError(f"{spec} returns {type(made).__name__}; expected {expected}")
-        batches, number, end = specs.called("data", spec, iter, made), 0, object()
-        while (found := specs.called("data", spec, next, batches, end)) is not end:
+        batches, number, end = specs.call_user_code("data", spec, iter, made), 0, object()
+        while (found := specs.call_user_code("data", spec, next, batches, end)) is not end:
             yield _pair(found, f"{spec}: batch {number}")
             number += 1
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unskew.experiments.experiment import Experiment
 
 if TYPE_CHECKING:
-    from unskew.experiments.folder import load_model
+    from unskew.conversation.model_file import load_model
     from unskew.experiments.runner import run
 
 __all__ = ["Experiment", "load_model", "run"]
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:  # these two need torch, `Experiment` does no
 
         return run
     if name == "load_model":
-        from unskew.experiments.folder import load_model
+        from unskew.conversation.model_file import load_model
 
         return load_model
     raise AttributeError(f"module 'unskew.experiments' has no attribute {name!r}")

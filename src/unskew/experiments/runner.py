@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed
 
 from unskew.calibration.heads import Calibrator, calibrate
+from unskew.conversation.model_file import Opened, save_model
 from unskew.data.datasets import Dataset, draw_crops, gather
 from unskew.data.partition import Federation
 from unskew.errors import UnskewError, UsageError, lookup
@@ -38,7 +40,6 @@ from unskew.experiments.folder import (
     holds_run,
     load_round,
     naming_source,
-    save_model,
     save_round,
     taken,
 )
@@ -49,9 +50,12 @@ from unskew.experiments.resolve import (
     data_of,
     federation_of,
     method_of,
+    origin_of,
     picked,
+    pinned,
     recalibration_of,
-    settled,
+    resolve_auto,
+    spec_of,
     ways_of,
 )
 from unskew.files.download import Progress
@@ -174,7 +178,7 @@ class _Shelf:
 
     def load(self, experiment: Experiment) -> Dataset:
         """The data set that an experiment names."""
-        key = experiment.data, experiment.labels, experiment.image_size
+        key = experiment.data, experiment.label_set, experiment.image_size
         if key not in self.loaded:
             self.loaded[key] = data_of(experiment, self.progress)
         return self.loaded[key]
@@ -203,6 +207,7 @@ class _Run:
         self.held, self.new = held, not holds_run(out)
         if not self.new and ranks()[0] == 0 and not finished(out):
             held.enter_context(taken(out))
+        experiment = replace(experiment, start=pinned(experiment.start))
         self.experiment, self.records = examine(experiment, out, resume)
         self.finished = ends(self.records)
         if self.finished:
@@ -220,7 +225,8 @@ class _Run:
         given = {"schedule": lookup("schedule", experiment.schedule, schedules)(),
                  "recalibrate": recalibration_of(experiment)}  # fmt: skip
         data = shelf.load(experiment)
-        experiment, model = settled(experiment, data, method)
+        experiment, model = resolve_auto(experiment, data, method)
+        self.save = Saver(experiment, data)
         federation = federation_of(experiment, shelf.on(data, experiment.device))
         self.training = _training(experiment, model, federation, method.algorithm, given)
         self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
@@ -282,16 +288,16 @@ class _Run:
         training, last, ways = self.training, self.last, self.ways
         assert last is not None
         self.close()
-        trained, data = installed(training.model, last.params), training.federation.data
+        trained = installed(training.model, last.params)
         if self.local:  # the server has parts that nobody trained
             personal = personal_models(training.model, training.federation, training.algorithm, last, own_models())
             for id, own in enumerate(personal):
-                save_model(self.out / f"client-{id}.safetensors", own, self.experiment, data)
+                self.save(self.out / f"client-{id}.safetensors", own, trained)
         else:
-            save_model(self.out / "model.safetensors", trained, self.experiment, data)
+            self.save(self.out / "model.safetensors", trained, trained)
             ways = {"none": lambda model, site: model, **ways} if ways else {}
         for record in itertools.chain(
-            _calibrations(self.experiment, trained, training.federation, self.makers, self.out),
+            calibrations(self.experiment, trained, training.federation, self.makers, self.out, self.save),
             _personal(training, last, ways, self.local),
         ):
             self.records.append(record)
@@ -436,8 +442,25 @@ def _beside(device: torch.device) -> Any:
 # ---------------------------------------------------------------------------------------------- after training
 
 
-def _calibrations(
-    experiment: Experiment, model: Split, federation: Federation, makers: dict[str, Calibrator | Yardstick], out: Path
+class Saver:
+    """Writes the models of a run, each with what it takes to use it."""
+
+    def __init__(self, experiment: Experiment, data: Dataset) -> None:
+        self.spec, self.method = spec_of(experiment, data), experiment.method  # now: a file can change while it runs
+        self.origin = origin_of(experiment, data)
+
+    def __call__(self, path: Path, model: Split, trained: Split, calibrator: str | None = None) -> None:
+        """Write the trained model, or one that was made of it."""
+        save_model(path, model, Opened(trained, trained, spec=self.spec, method=self.method), self.origin, calibrator)
+
+
+def calibrations(
+    experiment: Experiment,
+    model: Split,
+    federation: Federation,
+    makers: dict[str, Calibrator | Yardstick],
+    out: Path,
+    save: Saver,
 ) -> Iterator[Record]:
     """Score the trained model as it is and after each calibration, and keep each calibrated model."""
     data = federation.data
@@ -461,7 +484,7 @@ def _calibrations(
             calibrated, sent, in_papers = maker(model, everyone, draw), None, None
         seconds = time.perf_counter() - began
         file = f"calibrated-{spec.replace(':', '-').replace('=', '')}.safetensors"
-        save_model(out / file, calibrated, experiment, data)
+        save(out / file, calibrated, model, spec)
         yield {"kind": "calibration", "name": spec, **scored(calibrated), "bytes_per_client": sent,
                "bytes_in_papers": in_papers, "seconds": seconds, "file": file}  # fmt: skip
 
