@@ -17,8 +17,8 @@ from unskew import FeatureStats, load
 from unskew.conversation.model_file import known_of_model
 from unskew.data import readers
 from unskew.errors import MESSAGE, DataError, UsageError, lookup
-from unskew.experiments.histories import history_of
-from unskew.files.writing import save_sealed
+from unskew.experiments.records import history_of
+from unskew.files.writing import read, save_sealed
 from unskew.statistics.origin import Origin
 
 
@@ -105,7 +105,7 @@ CHANGES = {
 @pytest.mark.parametrize(("words", "change"), CHANGES.items())
 def test_records_are_checked_when_they_are_read(finished, tmp_path, words, change):
     place, fields = change
-    records = history_of(finished / "records.jsonl")
+    records = read(finished / "records.jsonl")
     if fields.get("kind") == "start":
         fields = records[0]
     records[place] = {**records[place], **fields}

@@ -85,7 +85,7 @@ def test_a_checkpoint_that_was_changed_and_sealed_anew_is_refused(made: Path, tm
     reseal(path, ROUNDS[change])
     resumed = run(experiment_of(made / "blobs.npz"), tmp_path / "run", resume=True)
     if change == "nothing":  # so that it is not the sealing that is refused
-        assert [record["kind"] for record in resumed][-1] == "end"
+        assert [record.kind for record in resumed][-1] == "end"
         return
     with pytest.raises(DataError) as error:
         list(resumed)

@@ -24,8 +24,16 @@ from unskew.cli.failures import failed, told
 from unskew.cli.shared import PATH, check_free, note, probe_folder
 from unskew.errors import UsageError, lookup
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
+from unskew.experiments.records import (
+    CalibrationRecord,
+    PersonalRecord,
+    Record,
+    RoundRecord,
+    StartRecord,
+    of_kind,
+    to_json,
+)
 from unskew.files import locks
-from unskew.files.writing import Record
 from unskew.specs import without_folders
 from unskew.system.stopping import exit_code
 from unskew.training.lanes.timetable import Usage
@@ -172,7 +180,7 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
     except (KeyboardInterrupt, OSError) as error:
         if isinstance(error, BrokenPipeError) or not holds_run(out):
             raise
-        done = max((record.get("round", 0) for record in records), default=0)
+        done = max((record.round for record in of_kind(records, RoundRecord)), default=0)
         reason = "" if isinstance(error, KeyboardInterrupt) else f"{told(error)}; "
         trust = " --trust" if experiment.code else ""
         remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}{trust}"
@@ -184,7 +192,7 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
 
 
 def _printed(record: Record) -> Record:
-    put_json(record)
+    put_json(to_json(record))
     return record
 
 
@@ -206,23 +214,23 @@ def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[R
     columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage), text[1])
     with contextlib.ExitStack() as shown:
         for record in records:
-            if record["kind"] == "start":  # not earlier: a refusal stands alone
-                if "picked" in record:
-                    tell("engine: {engine} ({reason})".format(**record["picked"]))
+            if isinstance(record, StartRecord):  # not earlier: a refusal stands alone
+                if record.picked is not None:
+                    tell("engine: {engine} ({reason})".format(**record.picked))
                 progress = shown.enter_context(display(*columns))
                 task = progress.add_task("training", total=rounds, now="")
-            elif record["kind"] == "round":
-                accuracy = f", accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
+            elif isinstance(record, RoundRecord):
+                accuracy = "" if record.accuracy is None else f", accuracy {100 * record.accuracy:.1f} %"
                 now, doing = (
-                    f"loss {record['loss']:.3f}{accuracy}",
-                    "training" if record["round"] < rounds else "calibrating",
+                    f"loss {record.loss:.3f}{accuracy}",
+                    "training" if record.round < rounds else "calibrating",
                 )
-                progress.update(task, completed=record["round"], now=now, description=doing)
+                progress.update(task, completed=record.round, now=now, description=doing)
                 if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
-                    tell(f"round {record['round']} of {rounds}: {now}, {speed(usage)}")
-            elif record["kind"] in ("calibration", "personal"):
-                done = "calibrated" if record["kind"] == "calibration" else "personal models"
-                progress.update(task, description=printable(f"{done}: {record['name']}"))
+                    tell(f"round {record.round} of {rounds}: {now}, {speed(usage)}")
+            elif isinstance(record, CalibrationRecord | PersonalRecord):
+                done = "calibrated" if isinstance(record, CalibrationRecord) else "personal models"
+                progress.update(task, description=printable(f"{done}: {record.name}"))
             yield record
 
 
@@ -246,7 +254,7 @@ def demo(seed: int, seeds: int, out: Path) -> None:
         probe_folder(folder)
         _remove_demo(folder)
         records = _followed(replace(DEMO, seed=number, cut_seed=number), folder, False, False)
-        every.append([record for record in records if record["kind"] == "calibration"])
+        every.append(of_kind(records, CalibrationRecord))
         report(records, folder)
     if seeds > 1:
         summary(every)

@@ -70,6 +70,8 @@ class About:
         if type(self.classes) is not int or self.classes < 1:
             raise ValueError("classes must be a whole number above 0")
         object.__setattr__(self, "transform", Transform(self.transform).name)
+        if isinstance(self.labels, list):  # as JSON has them
+            object.__setattr__(self, "labels", tuple(self.labels))
 
 
 def about_of(path: Path) -> About | None:

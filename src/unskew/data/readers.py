@@ -30,7 +30,7 @@ from unskew.data import images
 from unskew.data.preparation import Preparation
 from unskew.errors import DataError
 from unskew.files import archives, limits
-from unskew.files.download import checksum_of
+from unskew.files.checksums import checksum_of
 from unskew.files.untrusted import is_memory, read_bytes
 from unskew.files.writing import replacing
 

@@ -24,12 +24,12 @@ import torch
 
 from unskew.errors import DataError, UsageError
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.histories import history_of
+from unskew.experiments.records import Record, history_of
 from unskew.experiments.resolve import resolve_auto_like
 from unskew.files import locks
 from unskew.files.locks import folder_locked
 from unskew.files.untrusted import parse_json, read_json, reading
-from unskew.files.writing import Record, load_sealed, save_sealed, write_text
+from unskew.files.writing import load_sealed, save_sealed, write_text
 from unskew.methods.algorithm import Client
 from unskew.training.simulate import Round, Training
 from unskew.tree import Tree, each, prefix, under
@@ -69,7 +69,7 @@ def naming_source(out: Path, new: bool) -> Iterator[None]:
 
 def ends(records: list[Record]) -> bool:
     """Whether these are the records of a run that is finished."""
-    return bool(records) and records[-1]["kind"] == "end"
+    return bool(records) and records[-1].kind == "end"
 
 
 def finished(out: Path) -> bool:

@@ -22,9 +22,10 @@ from unskew.conversation.model_file import About, about_of, file_of_run
 from unskew.data.datasets import Dataset, load
 from unskew.data.partition import Federation, federate, partitions
 from unskew.data.preparation import PIXELS, Preparation
-from unskew.errors import COUNT, UsageError, check_number, lookup
+from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
-from unskew.files.download import Progress, checksum_of
+from unskew.files.checksums import checksum_of
+from unskew.files.download import Progress
 from unskew.methods.algorithms import fedavg
 from unskew.methods.names import Method, method
 from unskew.models.cutting import split
@@ -188,13 +189,14 @@ def model_of(experiment: Experiment, data: Dataset, method: Method) -> Split:
     about, tree = about_of(path), read_weights(path)
     if about is not None:
         _check_start(about, experiment, data)
-    own = network.state_dict()
-    if own.keys() == tree.keys() or about is None or about.method is None:  # else they are those of a variant
-        put_weights(network, tree, path)
-        return varied(network)
+    variant = about is not None and about.method is not None and network.state_dict().keys() != tree.keys()
     model = varied(network)
-    put_weights(model, tree, path)
-    return model
+    try:
+        put_weights(model if variant else network, tree, path)
+    except DataError as error:
+        trained = f"; it was trained by --method {about.method}" if about is not None and about.method else ""
+        raise UsageError(f"start is {experiment.start!r}, which does not fit: {error}{trained}") from None
+    return model if variant else varied(network)
 
 
 def _check_start(about: About, experiment: Experiment, data: Dataset) -> None:
@@ -228,7 +230,7 @@ def pinned(start: str) -> str:
     path = file_of_run(place) if place.is_dir() else place
     if not path.is_file():
         raise UsageError(f"start is {start!r}: give a file of weights, or the folder of a run")
-    return f"{path.resolve()}@{checksum_of(path).partition(':')[2][:16]}"
+    return f"{path.resolve()}@{checksum_of(path)[:16]}"
 
 
 def start_file(experiment: Experiment) -> Path:
@@ -238,7 +240,7 @@ def start_file(experiment: Experiment) -> Path:
     path = Path(found[1])
     if not path.is_file():
         raise UsageError(f"start is {path}, which is not there any more: put it back, or choose another --start")
-    if checksum_of(path).partition(":")[2][:16] != found[2]:
+    if checksum_of(path)[:16] != found[2]:
         raise UsageError(f"start is {path}, which is another file than when this run began: choose another --out")
     return path
 
