@@ -14,7 +14,7 @@ from PIL import Image
 
 from commands import ENVIRONMENT, blobs, lines, result_of, snapshot, tiny, unskew
 from unskew import Experiment, __version__
-from unskew.cli import main as cli
+from unskew.cli import run as cli
 from unskew.experiments.folder import stored
 from unskew.files.writing import read
 

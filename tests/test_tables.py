@@ -118,7 +118,7 @@ def test_what_does_not_help_is_said():
 
 def test_a_table_whose_runs_diverge_says_so():
     table = Table("T", {"FedAvg": [Experiment()], "Other": [Experiment()]}, "", "FedAvg")
-    made = [{"kind": "start", "versions": {}, "hardware": ""}, {"kind": "calibration", "name": "none", "accuracy": 0.5}]
+    made = [start(), calibration("none")]
     assert "| FedAvg | diverged |" in markdown("t", table, [Result("FedAvg", 0, []), Result("Other", 0, made)])
     assert "every run diverged" in markdown("t", table, [Result("FedAvg", 0, []), Result("Other", 0, [])])
 

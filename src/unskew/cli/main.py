@@ -104,44 +104,57 @@ def list_names(what: str | None) -> None:
 
     WHAT is data, models, partitions, methods, calibrators, personal or tables; all of them if it is left out.
     """
-    from unskew.calibration.selection import BEST
-    from unskew.data import datasets as data, partition
-    from unskew.experiments.resolve import known_calibrators
-    from unskew.experiments.tables import tables
-    from unskew.methods.names import pieces
-    from unskew.models import networks as models
-    from unskew.training import personal
-
-    factories: dict[str, Mapping[str, Callable[..., Any]]] = {
-        "models": models.networks,
-        "partitions": partition.partitions,
-        "calibrators": known_calibrators,
-        "personal": personal.ways,
-        "tables": tables,
-    }
-    kinds = ("data", "models", "partitions", "methods", "calibrators", "personal", "tables")
-    for kind in kinds if what is None else (lookup("kind of thing", what, {kind: kind for kind in kinds}),):
-        headings = {"data": ("classes", ""), "methods": ("", "from", "options")}
-        names = (kind, *headings.get(kind, ("options", "")))
-        table = Table([Column(name, number=name == "classes") for name in names])
-        if kind == "data":
-            for known in data.KNOWN.values():
-                table.add_row(known.name, str(known.classes), known.description)
-        if kind == "methods":
-            for name, piece in pieces.items():
-                table.add_row(name, piece.about, piece.source, _listed(piece.options, {}))
-        for name, factory in factories.get(kind, {}).items():
-            given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
-            options = "" if kind == "models" else _listed(defaults_of(factory), given)
-            table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
-        if kind == "calibrators":
-            best = ", ".join(f"{spec} from the {form} form" for form, spec in BEST.items())
-            table.add_row("auto", "", f"In `unskew calibrate`: what did best by measurement, {best}.")
-        show(table)
+    made: dict[str, Callable[[str], Table]] = {"data": _data_sets, "methods": _methods}
+    kinds = {kind: made.get(kind, _factories) for kind in
+             ("data", "models", "partitions", "methods", "calibrators", "personal", "tables")}  # fmt: skip
+    for kind in kinds if what is None else [what]:
+        show(lookup("kind of thing", kind, kinds)(kind))
         if kind == "methods":
             show()
             show("They combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
         show()
+
+
+def _data_sets(kind: str) -> Table:
+    from unskew.data.datasets import KNOWN
+
+    table = Table([Column(kind, False), Column("classes"), Column("", False)])
+    for known in KNOWN.values():
+        table.add_row(known.name, str(known.classes), known.description)
+    return table
+
+
+def _methods(kind: str) -> Table:
+    from unskew.methods.names import pieces
+
+    table = Table([Column(name, False) for name in (kind, "", "from", "options")])
+    for name, piece in pieces.items():
+        table.add_row(name, piece.about, piece.source, _listed(piece.options, {}))
+    return table
+
+
+def _factories(kind: str) -> Table:
+    """Functions of a registry, which tell of themselves."""
+    from unskew.calibration.selection import BEST
+    from unskew.data.partition import partitions
+    from unskew.experiments.resolve import known_calibrators
+    from unskew.experiments.tables import tables
+    from unskew.models.networks import networks
+    from unskew.training.personal import ways
+
+    registries: dict[str, Mapping[str, Callable[..., Any]]] = {
+        "models": networks, "partitions": partitions, "calibrators": known_calibrators, "personal": ways,
+        "tables": tables,
+    }  # fmt: skip
+    given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
+    table = Table([Column(name, False) for name in (kind, "options", "")])
+    for name, factory in registries[kind].items():
+        options = "" if kind == "models" else _listed(defaults_of(factory), given)
+        table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
+    if kind == "calibrators":
+        best = ", ".join(f"{spec} from the {form} form" for form, spec in BEST.items())
+        table.add_row("auto", "", f"In `unskew calibrate`: what did best by measurement, {best}.")
+    return table
 
 
 def _listed(options: Mapping[str, Any], given: Mapping[str, str]) -> str:

@@ -411,25 +411,22 @@ def class_folders(path: Path, cache: Path | None = None, size: int | None = None
     `size` scales every image to size x size (bilinear). What is left out is told by a warning.
     """
     starts = images.splits(path)
-    labels = images.folders(path / starts[0])
-    if odd := set(labels) ^ set(images.folders(path / starts[-1])):
+    parts = [images.image_folder(path, start) for start in starts]
+    labels = parts[0].classes
+    if odd := set(labels) ^ set(parts[-1].classes):
         raise DataError(f"{path}: {' and '.join(starts)} have different classes: {', '.join(sorted(odd))}")
-    if len(labels) < 2:
-        raise DataError(f"{path / starts[0]} holds {len(labels)} class folders; expected two or more")
+    parts[0].check_classes()
     files: dict[str, Callable[[], bytes]] = {}
     listings = []
-    for start in starts:
-        groups, left_out = images.listed(path, start, labels)
-        for name, group in zip(labels, groups, strict=True):
-            if not group:
-                raise DataError(f"{path}: class folder {start}{name} holds no image{images.beside(left_out)}")
-        for some in left_out:
+    for start, part in zip(starts, parts, strict=True):
+        for name, count in zip(labels, part.counts, strict=True):
+            if not count:
+                raise DataError(f"{path}: class folder {start}{name} holds no image{images.beside(part.left_out)}")
+        for some in part.left_out:
             logging.getLogger(__name__).warning("%s: left out are %s", path / start, some)
-        own = {
-            file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for group in groups for file in group
-        }
+        own = {file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for file in part.files}
         files |= own
-        listings.append(_Listing(list(own), np.repeat(np.arange(len(labels)), list(map(len, groups)))))
+        listings.append(_Listing(list(own), np.repeat(np.arange(len(labels)), part.counts)))
 
     def decode() -> Arrays:
         if len(listings) == 1:
