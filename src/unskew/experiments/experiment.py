@@ -47,7 +47,7 @@ class Experiment:
     image_size: int | None = _about(None, "resize the images of a folder to this side", COUNT)
     model: str = _about(
         "auto",
-        "a network's name, or file.py:function of your own; auto: that of the start, else small-cnn or, for colour, cnn",
+        "a network's name, or file.py:function of your own; auto: the start's, else small-cnn or, for colour, cnn",
     )
     start: str = _about(
         "none", "begin with these weights: a run's folder, calibrated.safetensors, or other weights of the model"
