@@ -7,7 +7,7 @@ A network of one hidden layer (64 units) is trained on 1,297 digits; heads are F
 statistics, and scored on 500 others. First, honest sites: how often one is refused or told of, the extremes of what is
 compared, and the accuracy of the plain and the robust sum. Then each lie by the third largest site: how often it is
 refused or told of, how often anybody else is refused, and the accuracy of the plain sum, the robust one, and the plain
-one without that site. The lies and the cuts are those of tests/liars.py.
+one without that site. The lies and the cuts are those of tests/helpers/liars.py.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from liars import CLASSES, LIES, WIDTH, accuracy, brightness, cut, features, stats_of
+from helpers.liars import CLASSES, LIES, WIDTH, accuracy, brightness, cut, features, stats_of
 from unskew.calibration.selection import calibrator_of
 from unskew.statistics.doubts import comparisons, doubts_of
 from unskew.statistics.moments import added

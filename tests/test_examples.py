@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import ENVIRONMENT
+from helpers.commands import ENVIRONMENT
 from unskew.statistics.file import total_of
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from commands import unskew
+from helpers.commands import unskew
 
 NET = """
 from torch import nn

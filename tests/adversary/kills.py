@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from commands import _forked, blobs, tiny, unskew
+from helpers.commands import _forked, blobs, tiny, unskew
 from unskew import Experiment
 
 KILLS = 4  # of a trial

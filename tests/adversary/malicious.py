@@ -14,7 +14,7 @@ import numpy as np
 
 from adversary import forging
 from adversary.federation import CLASSES, SITES, Federation, collected
-from commands import unskew
+from helpers.commands import unskew
 
 COST = 2.0  # points of accuracy that an attack may cost without being named
 UNSEEN = {  # see SECURITY.md: what no check can tell from an honest site

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from adversary import forging
-from commands import unskew
+from helpers.commands import unskew
 from unskew.errors import UnskewError
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from adversary import forging
 from adversary.federation import Federation, collected, done
 from adversary.malicious import Outcome
-from commands import unskew
+from helpers.commands import unskew
 
 SIGNED = (0, 1, 2)  # the sites that take part here
 

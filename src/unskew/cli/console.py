@@ -45,7 +45,7 @@ from unskew.experiments.records import (
     start_in,
 )
 from unskew.specs import without_folders
-from unskew.training.lanes.timetable import Usage
+from unskew.training.engines.lanes.timetable import Usage
 
 PIPE = 160  # columns of what nobody watches, where a table does not need more
 ENDLESS = 100_000

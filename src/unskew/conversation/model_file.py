@@ -137,6 +137,13 @@ def load_model(path: str | Path, trust: bool = False) -> Split:
     It takes inputs that are prepared as its file says: pixel values / 255, less the mean, over the standard deviation
     of the training images, as `batches` gives them. A file can name code that makes its network, file.py:function; that
     is run only where whoever wrote the file is trusted.
+
+    >>> import tempfile
+    >>> short = unskew.Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential")
+    >>> with tempfile.TemporaryDirectory() as out:
+    ...     records = list(unskew.run(short, Path(out, "run")))
+    ...     print(unskew.load_model(Path(out, "run", "calibrated-ffc.safetensors")).classifier)
+    Linear(in_features=64, out_features=10, bias=True)
     """
     file = file_of_run(Path(path)) if Path(path).is_dir() else Path(path)
     about = about_of(file)

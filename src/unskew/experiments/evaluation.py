@@ -24,9 +24,9 @@ from unskew.models.evaluate import Scores, batches, score
 from unskew.models.networks import Split
 from unskew.seeds import generator
 from unskew.training.costs import statistics_in_papers
-from unskew.training.engine import installed
+from unskew.training.functional import installed
 from unskew.training.personal import Way, own as own_models, personal_models, score_personal
-from unskew.training.simulate import Round, Training, collect_all
+from unskew.training.training import Round, Training, collect_all
 
 # ---------------------------------------------------------------------------------------------- scoring
 

@@ -31,7 +31,7 @@ from unskew.files.locks import folder_locked
 from unskew.files.untrusted import parse_json, read_json, reading
 from unskew.files.writing import load_sealed, save_sealed, write_text
 from unskew.methods.algorithm import Client
-from unskew.training.simulate import Round, Training
+from unskew.training.training import Round, Training
 from unskew.tree import Tree, each, prefix, under
 
 # ---------------------------------------------------------------------------------------------- whose it is

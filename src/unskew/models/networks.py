@@ -32,14 +32,14 @@ from unskew.seeds import seeded
 # -------- The cut --------
 
 
-def head(name: str) -> bool:
+def in_classifier(name: str) -> bool:
     """Whether the tensor of this name in a `Split` belongs to its classifier."""
     return name.startswith("classifier.")
 
 
-def body(name: str) -> bool:
+def in_features(name: str) -> bool:
     """Whether the tensor of this name in a `Split` belongs to its features."""
-    return not head(name)
+    return not in_classifier(name)
 
 
 def linear(classifier: nn.Module) -> nn.Linear:

@@ -1,0 +1,86 @@
+"""Large statistics are collected, added and used in little more memory than one copy of them has."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+SCRIPT = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.calibration.discriminants import lda
+from unskew.models.networks import Split
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FeatureStats
+from unskew.statistics.file import total_of
+
+torch.set_num_threads(2)
+
+def batches(classes, dimension, count, seed):
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(256, dimension, generator=draw).relu(), torch.randint(classes, (256,), generator=draw)
+
+def model(classes, dimension):
+    torch.manual_seed(0)
+    return Split(nn.Identity(), nn.Linear(dimension, classes))
+
+def job(what, classes, dimension, form, folder):
+    net = model(classes, dimension)
+    if what == "collect":
+        for number in range(2):
+            stats = collect(net, batches(classes, dimension, 12, number), classes, form)
+            stats.save(folder / f"{number}.stats", "float64" if number else "float32")
+            del stats
+    else:
+        files = [folder / "0.stats", folder / "1.stats"]
+        stats = total_of(files, None if what in ("add", "ccvr") else "pooled")
+        if what != "add":
+            calibrate(net, stats, {"ccvr": ccvr(samples=100, epochs=1), "ffc": ffc(ridge=1.0), "lda": lda(0.1)}[what])
+
+what, classes, dimension, form, folder = json.loads(sys.argv[1])
+(Path(folder) / "small").mkdir(exist_ok=True)
+job("collect", 3, 8, form, Path(folder) / "small")  # so that what is loaded once does not count
+job("ccvr" if form == "class" else "ffc", 3, 8, form, Path(folder) / "small")
+a = torch.randn(512, 512, dtype=torch.float64)
+torch.linalg.eigh(a @ a.T)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+job(what, classes, dimension, form, Path(folder))
+print(json.dumps(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)))
+"""
+
+
+def needed(*job) -> int:
+    """How many bytes a process needs more at its peak than with torch loaded and used."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(job)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_a_matrix_for_each_class(tmp_path):
+    classes, dimension = 200, 1280
+    copy = 8 * classes * (1 + dimension + dimension * (dimension + 1) // 2)
+    assert copy > 1.31e9
+    for what in ("collect", "add", "ccvr", "ffc", "lda"):
+        found = needed(what, classes, dimension, "class", str(tmp_path))
+        print(f"{what}: {found / copy:.2f} of one copy")
+        assert found < 1.25 * copy, what
+
+
+@pytest.mark.slow
+def test_one_matrix_for_many_classes(tmp_path):
+    for what in ("collect", "add", "ffc", "lda"):
+        found = needed(what, 1000, 2048, "pooled", str(tmp_path))
+        print(f"{what}: {found / 1e6:.0f} MB")
+        assert found < 200e6, what
