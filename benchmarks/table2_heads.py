@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
+from unskew import Experiment, load_model
 from unskew.calibration.heads import oracle, plain, with_classifier
 from unskew.calibration.selection import calibrators
-from unskew.experiments import Experiment, load_model
 from unskew.experiments.resolve import data_of, federation_of
 from unskew.models.evaluate import batches, score
 from unskew.models.networks import Split, evaluating

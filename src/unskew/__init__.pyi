@@ -10,6 +10,7 @@ from unskew.calibration.heads import (
     oracle as oracle,
 )
 from unskew.calibration.influence import influences as influences
+from unskew.conversation.model_file import load_model as load_model
 from unskew.data.datasets import Dataset as Dataset, dataset as dataset, load as load
 from unskew.data.partition import (
     Federation as Federation,
@@ -21,7 +22,9 @@ from unskew.data.partition import (
     shards as shards,
 )
 from unskew.errors import DataError as DataError, UnskewError as UnskewError, UsageError as UsageError
-from unskew.experiments import Experiment as Experiment, load_model as load_model, run as run
+from unskew.experiments.experiment import Experiment as Experiment
+from unskew.experiments.recalibrate import add_calibrations as add_calibrations
+from unskew.experiments.runner import run as run
 from unskew.methods.algorithm import Algorithm as Algorithm
 from unskew.methods.algorithms import (
     alternating as alternating,

@@ -18,8 +18,8 @@ from unittest import mock
 import numpy as np
 import torch
 
+from unskew import Experiment, run as run  # so that a child has it loaded when it starts
 from unskew.cli.main import main
-from unskew.experiments import Experiment, run as run  # so that a child has it loaded when it starts
 from unskew.experiments.records import CalibrationRecord, StartRecord
 from unskew.files.writing import load_tree, read
 

@@ -29,12 +29,22 @@ from unskew.files.writing import load_sealed, save_sealed, seal, write_text
 from unskew.system.machine import check_device, threads
 
 
-def add_calibrations(out: Path, specs: str, trust: bool = False) -> tuple[list[Record], list[str]]:
+def add_calibrations(out: str | Path, specs: str, trust: bool = False) -> tuple[list[Record], list[str]]:
     """Calibrate the model of a finished run by further calibrators, by commas, and put them among its records.
 
     "auto" is the calibrator that did best by measurement. Those that the run has are not made again. Returns its
     records, and the names of those that were made. A run whose model or method is code of somebody's own needs `trust`.
+
+    >>> import tempfile
+    >>> short = unskew.Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     out = Path(folder, "run")
+    ...     before = list(unskew.run(short, out))
+    ...     records, made = unskew.add_calibrations(out, "lda,ffc")
+    >>> made, [record.name for record in records if record.kind == "calibration"]
+    (['lda'], ['none', 'ffc', 'lda'])
     """
+    out = Path(out)
     if not holds_run(out):
         raise UsageError(f"{out} holds no run: give the folder of one, which `unskew run` has written")
     with taken(out):
