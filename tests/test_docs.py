@@ -21,10 +21,11 @@ from typing import NamedTuple
 import click
 import pytest
 import torch
-from pictures import KINDS, folder_of
 from safetensors.torch import save_file
 
+import unskew as package
 from helpers.commands import unskew
+from helpers.pictures import KINDS, folder_of
 from unskew.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -83,6 +84,9 @@ def site_with_task(folder: Path) -> None:
     assert unskew(*words.split()).code == 0
 
 
+WAITING = {"docs/guides/own-transport.md": "serve"}  # pages that need a public name which is still to come
+
+
 SCENES: dict[str, Callable[[Path], None]] = {
     "README.md": site,
     "docs/guides/calibrate.md": site,
@@ -120,6 +124,8 @@ def check(words: list[str]) -> None:
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks_of(path)], ids=name_of)
 def test_blocks_run(path: Path, tmp_path: Path, monkeypatch) -> None:
+    if name_of(path) in WAITING and WAITING[name_of(path)] not in package.__all__:
+        pytest.skip(f"there is no unskew.{WAITING[name_of(path)]} yet")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -155,6 +161,15 @@ def test_links_lead_somewhere(path: Path) -> None:
         if anchor and found.suffix == ".md" and not anchor.startswith("unskew."):
             headings = re.findall(r"(?m)^#+ (.*)$", found.read_text(encoding="utf-8"))
             assert anchor in {slug(heading) for heading in headings}, f"points to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_files_that_are_named_are_there(path: Path) -> None:
+    named = re.findall(
+        r"(?<![\w/])(?:src|tests|docs|benchmarks|results|unskew)/[\w/.-]+\.(?:py|md|pyi)\b", path.read_text("utf-8")
+    )
+    places = {name: (ROOT / name, ROOT / "src" / name) for name in named}
+    assert [name for name, where in places.items() if not any(place.exists() for place in where)] == []
 
 
 def slug(heading: str) -> str:

@@ -99,8 +99,7 @@ def test_examples_in_docstrings_run(name) -> None:
     assert failed == 0
 
 
-WITHOUT = {"Calibrator", "Sum", "Workers", "batched", "body", "calibrate", "ccvr", "ffc", "head", "oracle", "plain_sum",
-           "sequential", "train_on_lanes"}  # fmt: skip
+WITHOUT = {"Calibrator", "calibrate", "ccvr", "ffc", "oracle"}  # where there is no room: heads.py has 497 lines
 
 
 @pytest.mark.parametrize("name", sorted(set(unskew.__all__) - {"__version__"} - WITHOUT))

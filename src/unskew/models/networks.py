@@ -33,12 +33,20 @@ from unskew.seeds import seeded
 
 
 def in_classifier(name: str) -> bool:
-    """Whether the tensor of this name in a `Split` belongs to its classifier."""
+    """Whether the tensor of this name in a `Split` belongs to its classifier.
+
+    >>> [unskew.in_classifier(name) for name in ("features.0.weight", "classifier.weight")]
+    [False, True]
+    """
     return name.startswith("classifier.")
 
 
 def in_features(name: str) -> bool:
-    """Whether the tensor of this name in a `Split` belongs to its features."""
+    """Whether the tensor of this name in a `Split` belongs to its features.
+
+    >>> [unskew.in_features(name) for name in ("features.0.weight", "classifier.weight")]
+    [True, False]
+    """
     return not in_classifier(name)
 
 

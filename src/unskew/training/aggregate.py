@@ -13,7 +13,13 @@ from unskew.tree import Tree, add, each
 
 
 class Aggregator(NamedTuple):
-    """A protocol for adding up what clients send."""
+    """A protocol for adding up what clients send.
+
+    >>> adding = unskew.plain_aggregator()
+    >>> half = adding.add(adding.begin([0, 1]), [0], {"w": torch.tensor([[1.0]])})  # client 0 has sent
+    >>> adding.end(adding.add(half, [1], {"w": torch.tensor([[2.0]])}))
+    {'w': tensor([3.])}
+    """
 
     begin: Callable[[Sequence[int]], Any]  # the ids of the clients that are expected -> an open sum
     add: Callable[[Any, Sequence[int], Tree], Any]  # a stacked chunk of uploads, and whose they are
@@ -26,7 +32,13 @@ class _Open(NamedTuple):
 
 
 def plain_aggregator() -> Aggregator:
-    """Add in the clear, in the order of arrival."""
+    """Add in the clear, in the order of arrival.
+
+    >>> adding = unskew.plain_aggregator()
+    >>> uploads = {"w": torch.tensor([[1.0], [2.0]])}  # of clients 0 and 1
+    >>> adding.end(adding.add(adding.begin([0, 1]), [0, 1], uploads))
+    {'w': tensor([3.])}
+    """
 
     def push(state: _Open, ids: Sequence[int], uploads: Tree) -> _Open:
         strangers = set(ids) - state.missing

@@ -30,7 +30,11 @@ Resume = Sequence[Round | None] | None  # the round that each training goes on a
 
 @runtime_checkable
 class Engine(Protocol):
-    """How clients are trained on this machine: `sequential`, `batched`, `Workers()`, `Lanes()`, or your own."""
+    """How clients are trained on this machine: `sequential`, `batched`, `Workers()`, `Lanes()`, or your own.
+
+    >>> isinstance(unskew.sequential, unskew.Engine), isinstance(unskew.Workers(), unskew.Engine)
+    (True, True)
+    """
 
     def rounds(self, trainings: Sequence[Training], resume: Resume = None) -> Iterator[tuple[int, Round]]:
         """Yield (which training, its next round) until all have ended; those that diverge are raised at the end."""

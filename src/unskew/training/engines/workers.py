@@ -43,7 +43,13 @@ REMEDY = "use --engine sequential, in Python engine=sequential"
 
 @dataclass(frozen=True)
 class Workers:
-    """An engine for the CPU with `processes` workers; None: one for each core that this process may use."""
+    """An engine for the CPU with `processes` workers; None: one for each core that this process may use.
+
+    >>> federation = unskew.federate(unskew.load("digits"), unskew.iid(clients=2))
+    >>> given = unskew.build("small-cnn", 10, 1, 8), federation, unskew.fedavg()
+    >>> [round.number for round in unskew.train(*given, rounds=2, steps=1, engine=unskew.Workers(processes=2))]
+    [1, 2]
+    """
 
     processes: int | None = None
 
