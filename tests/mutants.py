@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant("calibration", ".mean(1).sqrt()", ".sqrt().mean(1)", f"{SELECTION} -k separation"),
     # ------------------------------------------------------------------------------------------ training
     Mutant("training", "size + torch.arange(-size % batch)", "torch.arange(-size % batch)", ENGINE),
-    Mutant("training", "scale(statistics, examples)", "statistics", "golden/test_golden.py -k batch-fedavg"),
+    Mutant("training", "scale(statistics, examples)", "statistics", "golden/test_golden.py -k fedavg-batch"),
     Mutant("training", "            steps = each(torch.where, gate, steps, local.steps)\n", "",
            "methods/test_fixed_points.py -k turns"),
     Mutant("training", "math.floor(value + 0.5)", "round(value)", "training/test_simulate.py"),
