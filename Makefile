@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 TESTS  := -n 2 --dist worksteal
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help demo test test-all test-models test-adversary bench format mutants golden wheel clean
+.PHONY: help demo test test-all test-models test-adversary bench docs format mutants golden wheel clean
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -29,8 +29,8 @@ test-all: $(VENV)/.developing  ## the same, with the large products of cases and
 	$(MAKE) test-models
 	$(MAKE) wheel
 
-test-adversary: $(VENV)/.developing  ## 20,000 mutated files, lying sites, 200 kills; figures to docs/promises.md: 20 minutes
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m adversary --mutants 20000 --kills 200 --out $(CURDIR)/docs/promises.md
+test-adversary: $(VENV)/.developing  ## 20,000 mutated files, lying sites, 200 kills; figures to docs/explanation/promises.md: 20 minutes
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m adversary --mutants 20000 --kills 200 --out $(CURDIR)/docs/explanation/promises.md
 
 test-models: build/models/.installed  ## what needs torchvision, timm, transformers or pyarrow, in an environment of its own
 	build/models/bin/python -m pytest $(TESTS) tests/models/test_zoo.py tests/models/test_foreign.py tests/models/test_foreign_preparation.py tests/data/test_images.py tests/data/test_sites.py
@@ -55,10 +55,14 @@ bench-gpu: $(VENV)/.developing
 	$(BIN)/python benchmarks/lanes.py train --precision bfloat16 --rounds 20 --runs 1 --alphas 0.1
 	for lanes in 10 64; do $(BIN)/python benchmarks/lanes.py clients --precision bfloat16 --lanes $$lanes; done
 	for net in "resnet18 --norm group" "mobilenetv2 --norm batch"; do \
-		$(BIN)/python benchmarks/lanes.py steps --model $$net --classes 100 --form apart --lanes 10 --precision bfloat16 \
+		$(BIN)/python benchmarks/lanes.py steps --model $$net --classes 100 --layout apart --lanes 10 --precision bfloat16 \
 			--loop eager,compiled --loop-steps 100 --repeat 30; done
 	$(BIN)/python benchmarks/calibration.py collect --device cuda --images 20480 --repeat 7
 	$(BIN)/python benchmarks/table2.py
+
+docs: $(VENV)/.documenting  ## build the site to build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@echo build/site/index.html
 
 format: $(VENV)/.developing  ## put the code into its form
 	$(BIN)/ruff format .
@@ -90,4 +94,8 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.developing: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.documenting: $(VENV)/.installed
+	$(PIP) -e '.[docs]'
 	@touch $@

@@ -23,9 +23,9 @@ from lanes import plain_loop
 from unskew import build, dirichlet, fedavg, federate
 from unskew.data.datasets import dataset
 from unskew.system.machine import threads
-from unskew.training.engines.choice import pick
-from unskew.training.engines.workers import known_engines
-from unskew.training.simulate import Training, rounds_of
+from unskew.training.engines.auto import choose_engine
+from unskew.training.engines.registry import engines
+from unskew.training.training import Training
 
 CASES = {"small-cnn, batch 32": ("small-cnn", 1, 8, 32), "cnn, batch 10": ("cnn", 3, 32, 10),
          "cnn, batch 64": ("cnn", 3, 32, 64)}  # fmt: skip
@@ -53,18 +53,15 @@ def compare(name: str, network: str, channels: int, size: int, batch: int, given
     data = dataset("random", x, y, x[:50], y[:50]).to(given.device)
     model = build(network, 10, channels, size, generator=torch.Generator().manual_seed(0))
     run = Training(model, federate(data, dirichlet(10, 0.5)), fedavg(), rounds=1000, batch=batch)
-    choice = pick(run)
+    choice = choose_engine(run)
     about = Namespace(model=network, norm=None, loop_steps=20)
     loop = plain_loop(run, about, autocast=False, compiled=False)
     steps = max(10, round(given.seconds * loop(20)))
-    turns = rounds_of(
-        replace(run, steps=max(1, steps // 10), rounds=given.pairs + 1),
-        known_engines[choice.engine],
-    )
+    turns = engines[choice.engine].rounds([replace(run, steps=max(1, steps // 10), rounds=given.pairs + 1)])
     next(turns)
     ratios = []
     for _ in range(given.pairs):
-        plain, turn = loop(steps), next(turns)
+        plain, (_, turn) = loop(steps), next(turns)
         ratios.append(10 * max(1, steps // 10) / turn.seconds / plain)
     turns.close()
     print(f"{name}, {torch.get_num_threads()} threads: {choice.engine} is {statistics.median(ratios):.2f} times the "

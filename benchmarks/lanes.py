@@ -24,10 +24,11 @@ from unskew.data.datasets import Dataset, dataset, gather, normalise
 from unskew.data.partition import Partition, dirichlet, federate, iid
 from unskew.methods.algorithms import fedavg, fedprox, moon, scaffold
 from unskew.models.networks import Split, build
-from unskew.training.lanes.dispatch import train_on_lanes
-from unskew.training.lanes.lanes import Lanes, precise
-from unskew.training.lanes.timetable import Usage
-from unskew.training.simulate import Training
+from unskew.training.engines.lanes.buffers import LaneBuffers
+from unskew.training.engines.lanes.engine import Lanes
+from unskew.training.engines.lanes.step import precise
+from unskew.training.engines.lanes.timetable import Usage
+from unskew.training.training import Training
 
 METHODS = {"fedavg": fedavg, "fedprox": fedprox, "moon": moon, "scaffold": scaffold}
 
@@ -116,16 +117,16 @@ def ratios(speed: float, plain: dict[str, float]) -> str:
 def measure_steps(run: Training, given: argparse.Namespace, precision: str, plain: dict[str, float]) -> None:
     """One step of so many lanes."""
     device = run.federation.data.y.device
-    for form, count in itertools.product(given.form.split(","), map(int, given.lanes.split(","))):
+    for layout, count in itertools.product(given.layout.split(","), map(int, given.lanes.split(","))):
         began = time.perf_counter()
         with precise(precision) as autocast:
-            lanes = Lanes(run, [count], 20, autocast=autocast, compile=device.type == "cuda", form=form)
+            lanes = LaneBuffers(run, [count], 20, autocast=autocast, compile=device.type == "cuda", layout=layout)
         synchronise(device)
         ready, began = time.perf_counter() - began, time.perf_counter()
         lanes.take(count, given.repeat)
         synchronise(device)
         seconds = (time.perf_counter() - began) / given.repeat
-        print(f"  {count:4d} lanes, {form}: {1e3 * seconds:7.3f} ms a step, {count / seconds:8.0f} lane-steps/s, "
+        print(f"  {count:4d} lanes, {layout}: {1e3 * seconds:7.3f} ms a step, {count / seconds:8.0f} lane-steps/s, "
               f"{ratios(count / seconds, plain)}, ready in {ready:.0f} s", flush=True)  # fmt: skip
         if given.profile:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -142,8 +143,7 @@ def measure_training(runs: Sequence[Training], given: argparse.Namespace, precis
     usage, began = Usage(), time.perf_counter()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    form, lanes = given.form or None, int(given.lanes) if given.lanes else None
-    for _ in train_on_lanes(runs, lanes=lanes, precision=precision, form=form, usage=usage):
+    for _ in Lanes(int(given.lanes or 0), given.layout or "auto", precision, usage=usage).rounds(runs):
         pass
     memory = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, " if device.type == "cuda" else ""
     took, ready = usage.ended - usage.began, usage.began - began
@@ -161,7 +161,9 @@ def main() -> None:
     parser.add_argument("--loop-steps", type=int, default=300)
     parser.add_argument("--lanes", default="", help="numbers of lanes; train chooses if none is given")
     parser.add_argument("--precision", default="float32")
-    parser.add_argument("--form", default="", help="of the step: grouped, fused, apart; train chooses if none is given")
+    parser.add_argument(
+        "--layout", default="", help="of the step: grouped, fused, apart; train chooses if none is given"
+    )
     parser.add_argument("--method", default="fedavg", choices=METHODS)
     parser.add_argument("--model", default="cnn")
     parser.add_argument("--norm")

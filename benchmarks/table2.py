@@ -20,8 +20,8 @@ from pathlib import Path
 
 from unskew import Experiment
 from unskew.experiments.runner import run_together
-from unskew.training.lanes.timetable import Usage
-from unskew.training.simulate import Diverged
+from unskew.training.engines.lanes.timetable import Usage
+from unskew.training.training import Diverged
 
 METHODS = ("fedavg", "fedprox", "fedavgm", "moon")
 ALPHAS = (0.5, 0.1, 0.05)

@@ -21,7 +21,8 @@ from unskew.methods.optim import cosine
 from unskew.models.cutting import split
 from unskew.models.evaluate import batches
 from unskew.statistics.collecting import collect
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 PLAIN = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
@@ -45,9 +46,12 @@ def test_factories_that_were_not_called(ragged):
             next(train(toy_model(), ragged, rounds=1, **options))
     with pytest.raises(UsageError, match=r"call its factory: ffc\(\)"):
         calibrate(toy_model(), stats, ffc)
-    for options in ({"schedule": "cosine"}, {"engine": "batched"}):
-        with pytest.raises(UsageError, match="can't be called"):
-            next(train(toy_model(), ragged, fedavg(), rounds=1, **options))
+    with pytest.raises(UsageError, match="can't be called"):
+        next(train(toy_model(), ragged, fedavg(), rounds=1, schedule="cosine"))
+    with pytest.raises(UsageError, match="unknown engine 'batch': did you mean 'batched'"):
+        next(train(toy_model(), ragged, fedavg(), rounds=1, engine="batch"))
+    with pytest.raises(UsageError, match="RoundByRound"):
+        next(train(toy_model(), ragged, fedavg(), rounds=1, engine=lambda training, last, ids: None))
     with pytest.raises(UsageError, match="federation is Dataset"):
         next(train(toy_model(), ragged.data, fedavg(), rounds=1, schedule=cosine()))
 

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +19,12 @@ from helpers.commands import ENVIRONMENT
 
 SOURCE = Path(unskew.__file__).parent
 CORE = ("tree", "seeds", "data.datasets", "data.partition", "models.networks", "models.cutting", "models.evaluate",
-        "models.transforms", "methods.optim", "methods.algorithms", "training.engine", "training.simulate",
-        "training.sums", "statistics.moments", "calibration.heads", "calibration.ridge", "calibration.discriminants",
-        "calibration.selection")  # fmt: skip
+        "models.transforms", "methods.optim", "methods.algorithms", "training.client", "training.simulate",
+        "training.aggregate", "statistics.moments", "calibration.heads", "calibration.ridge",
+        "calibration.discriminants", "calibration.selection")  # fmt: skip
 ELSEWHERE = {
     "unskew.__main__",
-    *([] if importlib.util.find_spec("triton") else ["unskew.training.lanes.kernels_triton"]),
+    *([] if importlib.util.find_spec("triton") else ["unskew.training.engines.lanes.fused.triton_kernels"]),
 }
 MODULES = sorted(item.name for item in pkgutil.walk_packages([str(SOURCE)], "unskew.") if item.name not in ELSEWHERE)
 
@@ -93,17 +92,19 @@ def test_unknown_names_are_unknown() -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name) -> None:
-    module = importlib.import_module(name)
+    names = {"torch": torch, "np": np, "unskew": unskew}
     failed, _ = doctest.testmod(
-        module, extraglobs={"torch": torch, "np": np}, optionflags=doctest.IGNORE_EXCEPTION_DETAIL
+        importlib.import_module(name), extraglobs=names, optionflags=doctest.IGNORE_EXCEPTION_DETAIL
     )
     assert failed == 0
 
 
-def test_there_are_examples() -> None:
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    found = [test for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples]
-    assert len(found) >= 10
+WITHOUT = {"Calibrator", "calibrate", "ccvr", "ffc", "oracle"}  # where there is no room: heads.py has 497 lines
+
+
+@pytest.mark.parametrize("name", sorted(set(unskew.__all__) - {"__version__"} - WITHOUT))
+def test_every_public_name_has_an_example(name) -> None:
+    assert doctest.DocTestParser().get_examples(getattr(unskew, name).__doc__)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -124,24 +125,3 @@ def test_no_function_bears_the_name_of_a_module_beside_it() -> None:
         if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
     }
     assert functions & set(MODULES) == {"unskew.cli.main"}
-
-
-ROOT = SOURCE.parents[1]
-TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = [
-    (path.name, number, block)
-    for path in TEXTS
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
-]
-
-
-@pytest.mark.parametrize(("name", "number", "block"), BLOCKS, ids=[f"{name} {number}" for name, number, _ in BLOCKS])
-def test_examples_in_the_texts_run(name: str, number: int, block: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, f"{name}, block {number}", "exec"), {"__name__": "example"})
-
-
-def test_links_between_the_texts_lead_somewhere() -> None:
-    for path in TEXTS:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
-            assert (path.parent / target).exists(), f"{path.name} points to {target}"

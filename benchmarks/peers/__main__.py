@@ -95,9 +95,9 @@ def settings(name: str, benchmark: Benchmark, given: argparse.Namespace) -> list
         return [many, one, Setting(f"{cores} processes of 1 thread", ("--threads", "1"), cores)][: cores + 1]
     if name == "workers":
         return [Setting("a worker on each core")]
-    if name == "lanes" and (lanes or given.form):
-        fixed = {"--lanes": str(lanes or ""), "--form": given.form}
-        told = f"{lanes or 'chosen'} lanes, {given.form or 'chosen form'}"
+    if name == "lanes" and (lanes or given.layout):
+        fixed = {"--lanes": str(lanes or ""), "--layout": given.layout}
+        told = f"{lanes or 'chosen'} lanes, {given.layout or 'chosen layout'}"
         return [Setting(told, tuple(part for option in fixed.items() if option[1] for part in option))]
     return [Setting("a GPU")] if benchmark.device == "cuda" else [many, one][:cores]
 
@@ -438,7 +438,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--precision", default="float32", choices=("float32", "tf32", "bfloat16"))
     parser.add_argument("--lanes", type=int, help="how many, for the side lanes; else it chooses")
-    parser.add_argument("--form", default="", help="of the step, for the side lanes; else it chooses")
+    parser.add_argument("--layout", default="", help="of the step, for the side lanes; else it chooses")
     parser.add_argument("--processes", type=int, help="how many, for pfl; else the fastest setting in a rehearsal")
     parser.add_argument("--rounds", type=int, default=usual.rounds, help="that count, in each run")
     parser.add_argument("--repeat", type=int, default=3, help="repetitions")

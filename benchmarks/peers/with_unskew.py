@@ -14,18 +14,18 @@ from unskew import Split, fedavg
 from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
 from unskew.models.evaluate import batches, score
-from unskew.training.engine import installed
-from unskew.training.engines.workers import known_engines
-from unskew.training.lanes.dispatch import train_on_lanes
-from unskew.training.simulate import Round, Training, rounds_of
+from unskew.training.engines.lanes.engine import Lanes
+from unskew.training.engines.registry import engines
+from unskew.training.functional import installed
+from unskew.training.training import Round, Training
 
 
 def rounds(run: Training, given: argparse.Namespace, precision: str) -> Iterator[Round]:
     """The rounds of a training by an engine, or on lanes."""
+    engine = engines[given.engine]
     if given.engine == "lanes":
-        options = {"lanes": int(given.lanes or 0) or None, "form": given.form or None, "precision": precision}
-        return (round for _, round in train_on_lanes([run], **options))
-    return rounds_of(run, known_engines[given.engine])
+        engine = Lanes(int(given.lanes or 0), given.layout or "auto", precision)
+    return (round for _, round in engine.rounds([run]))
 
 
 def measure(benchmark: Benchmark, images: Images, given: argparse.Namespace) -> tuple[Clock, nn.Module, str]:
@@ -50,4 +50,4 @@ def measure(benchmark: Benchmark, images: Images, given: argparse.Namespace) -> 
 
 
 if __name__ == "__main__":
-    answer(measure, "--engine", "--lanes", "--form")
+    answer(measure, "--engine", "--lanes", "--layout")

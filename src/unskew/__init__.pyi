@@ -10,6 +10,16 @@ from unskew.calibration.heads import (
     oracle as oracle,
 )
 from unskew.calibration.influence import influences as influences
+from unskew.conversation.messages import Fault as Fault, Reply as Reply, Request as Request
+from unskew.conversation.protocol import (
+    Result as Result,
+    in_process as in_process,
+    reply as reply,
+    serve as serve,
+    talk as talk,
+)
+from unskew.conversation.roster import Roster as Roster
+from unskew.conversation.tasks import Task as Task
 from unskew.data.datasets import Dataset as Dataset, dataset as dataset, load as load
 from unskew.data.partition import (
     Federation as Federation,
@@ -60,7 +70,12 @@ from unskew.methods.optim import (
 )
 from unskew.models.cutting import split as split
 from unskew.models.evaluate import Scores as Scores, batches as batches, score as score
-from unskew.models.networks import Split as Split, body as body, build as build, head as head
+from unskew.models.networks import (
+    Split as Split,
+    build as build,
+    in_classifier as in_classifier,
+    in_features as in_features,
+)
 from unskew.models.variants import (
     clsnorm as clsnorm,
     fixed_classifier as fixed_classifier,
@@ -72,16 +87,20 @@ from unskew.statistics.collecting import collect as collect
 from unskew.statistics.doubts import doubts_about as doubts_about
 from unskew.statistics.moments import FeatureStats as FeatureStats
 from unskew.statistics.robust import robust_sum as robust_sum
+from unskew.training.aggregate import Aggregator as Aggregator, plain_aggregator as plain_aggregator
 from unskew.training.costs import Traffic as Traffic, traffic as traffic
-from unskew.training.engine import batched as batched, installed as installed, sequential as sequential
+from unskew.training.engines.batched import batched as batched
+from unskew.training.engines.lanes.engine import Lanes as Lanes
+from unskew.training.engines.protocol import Engine as Engine, RoundByRound as RoundByRound
+from unskew.training.engines.sequential import sequential as sequential
 from unskew.training.engines.workers import Workers as Workers
-from unskew.training.lanes.dispatch import train_on_lanes as train_on_lanes
+from unskew.training.functional import installed as installed
 from unskew.training.personal import (
     Personal as Personal,
     personal_models as personal_models,
     score_personal as score_personal,
 )
-from unskew.training.simulate import Round as Round, Training as Training, train as train
-from unskew.training.sums import Sum as Sum, plain_sum as plain_sum
+from unskew.training.simulate import train as train
+from unskew.training.training import Round as Round, Training as Training
 
 __version__: str

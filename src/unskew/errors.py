@@ -32,18 +32,35 @@ def shortened(text: str, most: int) -> str:
 
 
 class UnskewError(ValueError):
-    """Anything that Unskew refuses; the message says what to do instead, and is never endless."""
+    """Anything that Unskew refuses; the message says what to do instead, and is never endless.
+
+    >>> try:
+    ...     unskew.method("fedagv")
+    ... except unskew.UnskewError as error:
+    ...     print(str(error).partition("?")[0])
+    unknown method 'fedagv': did you mean 'fedavg'
+    """
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(message, MESSAGE))
 
 
 class UsageError(UnskewError):
-    """An argument outside of what is allowed."""
+    """An argument outside of what is allowed.
+
+    >>> unskew.fedprox(mu=-1)
+    Traceback (most recent call last):
+    unskew.errors.UsageError: mu is -1: it must be 0 or more
+    """
 
 
 class DataError(UnskewError):
-    """A file or an array that is missing, damaged or of another kind than was promised."""
+    """A file or an array that is missing, damaged or of another kind than was promised.
+
+    >>> unskew.load_model("missing.safetensors")
+    Traceback (most recent call last):
+    unskew.errors.DataError: missing.safetensors: there is no such file
+    """
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Item]) -> Item:

@@ -1,4 +1,4 @@
-"""Attack Unskew: `python -m adversary --mutants 20000 --kills 200 --out docs/promises.md`.
+"""Attack Unskew: `python -m adversary --mutants 20000 --kills 200 --out docs/explanation/promises.md`.
 
 A finding is made again by its number: `python -m adversary mutant 1234` judges one mutant and keeps it, `python -m
 adversary kill 12` repeats a trial, `python -m adversary attacks` shows the malicious site.

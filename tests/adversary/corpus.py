@@ -423,7 +423,7 @@ def _runs(folder: Path) -> list[Original]:
     import unskew as library
     from unskew import Experiment, load_model
     from unskew.experiments.experiment import read_toml
-    from unskew.training.engines import choice
+    from unskew.training.engines import auto
 
     data = blobs(folder / "run.npz")
     whole, half = folder / "whole", folder / "half"
@@ -459,10 +459,10 @@ def _runs(folder: Path) -> list[Original]:
         measured = {"sequential": 1.0, "batched": 2.0, "workers": 3.0}
         with (
             mock.patch.dict(os.environ, {"UNSKEW_DATA": str(home)}),
-            mock.patch("unskew.training.engines.choice.measured", return_value=measured),
-            mock.patch("unskew.training.engines.choice.WORTH", 1),
+            mock.patch("unskew.training.engines.auto.measured", return_value=measured),
+            mock.patch("unskew.training.engines.auto.WORTH", 1),
         ):
-            return function(lambda _: choice.pick(training).engine, path)
+            return function(lambda _: auto.choose_engine(training).engine, path)
 
     training = _training(data)
     memory = folder / "speeds.json"
@@ -477,7 +477,7 @@ def _runs(folder: Path) -> list[Original]:
         *(Original("runs: models", path, mutations.safetensors, (model,), True) for path in models),
         Original("runs: configuration", config, mutations.toml, (
             Reader("read_toml", partial(function, lambda path: Experiment.of(read_toml(path), str(path)))),)),
-        Original("speeds.json", memory, mutations.json_text, (Reader("choice.pick", speeds),)),
+        Original("speeds.json", memory, mutations.json_text, (Reader("auto.choose_engine", speeds),)),
     ]  # fmt: skip
 
 

@@ -156,10 +156,10 @@ def test_too_little_memory_is_said_in_one_line(data, here, monkeypatch) -> None:
 
         return train
 
-    monkeypatch.setattr("unskew.experiments.runner.rounds_of", failing("CUDA out of memory. Tried to allocate 2 GiB"))
+    monkeypatch.setattr("unskew.experiments.runner.engine_with", failing("CUDA out of memory. Tried to allocate 2 GiB"))
     answer = unskew("run", *tiny(data), "--out", "run")
     assert (answer.code, answer.err.splitlines()[-1][:23]) == (1, "error: out of memory: t")
-    monkeypatch.setattr("unskew.experiments.runner.rounds_of", failing("something else"))
+    monkeypatch.setattr("unskew.experiments.runner.engine_with", failing("something else"))
     monkeypatch.setenv("UNSKEW_DATA", str(here / "kept"))
     answer = unskew("run", *tiny(data), "--out", "other")
     assert (answer.code, "RuntimeError: something else" in answer.err.splitlines()[-1]) == (1, True)

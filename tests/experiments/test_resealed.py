@@ -15,7 +15,7 @@ import torch
 from helpers.commands import blobs
 from unskew import DataError, Experiment, load_model, run
 from unskew.files.writing import load_sealed, save_sealed
-from unskew.training.simulate import Diverged
+from unskew.training.training import Diverged
 
 Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 

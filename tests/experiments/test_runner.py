@@ -94,7 +94,7 @@ def test_evaluation_is_left_out_between_and_never_at_the_end(data, tmp_path) -> 
 
 def test_a_checkpoint_keeps_a_round_whole(data, tmp_path) -> None:
     from unskew.methods.algorithm import Client
-    from unskew.training.simulate import Round
+    from unskew.training.training import Round
 
     def tree(name: str) -> dict[str, torch.Tensor]:
         return {name: torch.randn(2, 3)}
@@ -728,15 +728,15 @@ def test_a_run_says_how_fast_it_was_and_how_busy_its_lanes_were(data, tmp_path) 
 
 
 def test_an_engine_that_is_picked_is_said_and_kept(data, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("unskew.training.engines.choice.WORTH", 1)
+    monkeypatch.setattr("unskew.training.engines.auto.WORTH", 1)
     monkeypatch.setattr(
-        "unskew.training.engines.choice._remembered", lambda *_: {"sequential": 1.0, "batched": 2.0, "workers": 3.0}
+        "unskew.training.engines.auto._remembered", lambda *_: {"sequential": 1.0, "batched": 2.0, "workers": 3.0}
     )
     answer = unskew("run", *tiny(data, engine="auto"), "--out", tmp_path / "run")
     assert answer.code == 0, answer.err
     assert "engine: workers (client-steps/s: sequential 1, batched 2, workers 3)" in answer.err
     assert stored(tmp_path / "run").engine == "workers"
-    monkeypatch.setattr("unskew.training.engines.choice._remembered", lambda *_: {"sequential": 9.0, "batched": 2.0})
+    monkeypatch.setattr("unskew.training.engines.auto._remembered", lambda *_: {"sequential": 9.0, "batched": 2.0})
     assert unskew("run", "--resume", "--out", tmp_path / "run").code == 0
 
 

@@ -14,7 +14,7 @@ from unskew import Experiment
 from unskew.experiments import tables
 from unskew.experiments.tables import Cell, Result, Table, cells, digits, filled, markdown
 from unskew.methods.names import method
-from unskew.training.lanes.timetable import Usage
+from unskew.training.engines.lanes.timetable import Usage
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from unskew import Experiment, UsageError, run
 from unskew.experiments.tables import Table, filled
 from unskew.files import download, locks
 from unskew.files.locks import file_locked, folder_locked
-from unskew.training.engines.choice import _remembered
-from unskew.training.simulate import Training
+from unskew.training.engines.auto import _remembered
+from unskew.training.training import Training
 
 LIMIT = 60
 HOLD = "import sys, time\nfrom pathlib import Path\nfrom unskew.files.locks import folder_locked\n" \

@@ -9,8 +9,8 @@ from torch import nn
 
 from helpers.commands import blobs, tiny, unskew
 from helpers.features import features
-from unskew.conversation.answers import Answer, answer_text, read_answer
-from unskew.conversation.heads_file import known_of_model, read_heads, write_heads, write_model
+from unskew.conversation.answers import Answer, read_answer
+from unskew.conversation.heads_file import heads_bytes, known_of_model, read_heads, write_model
 from unskew.errors import DataError
 from unskew.experiments.folder import load_model
 from unskew.files import signing
@@ -52,10 +52,10 @@ def files(tmp_path_factory):
     save(stats.reduced("pooled"), folder / "small", "int16")
     save_sum(total_of([folder / "statistics"]), folder / "sum", key)
     answer = Answer("h" * 64, "s" * 64, None, True, [3, 0], {"old": [1, 0], "ffc:choose=true": [3, 0]})
-    (folder / "answer").write_text(answer_text(answer))
-    (folder / "signed-answer").write_text(answer_text(answer, key))
+    (folder / "answer").write_text(answer.sealed().to_bytes().decode())
+    (folder / "signed-answer").write_text(answer.sealed(key).to_bytes().decode())
     two = replace(FeatureStats.of(z[:, :3], y % 2, 2, "pooled"), origin=Origin(labels=labels[1:3]))
-    write_heads(folder / "heads", MODEL, {"ffc": nn.Linear(3, 2)}, two, key=key)
+    (folder / "heads").write_bytes(heads_bytes(MODEL, {"ffc": nn.Linear(3, 2)}, two, key=key))
     write_model(folder / "calibrated", MODEL, MODEL, "ffc", two)
     run = unskew("run", *tiny(blobs(folder / "data.npz"), rounds=1, calibrate="none"), "--out", folder / "run")
     assert run.code == 0, run.err

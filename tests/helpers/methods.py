@@ -26,7 +26,7 @@ from unskew.methods.algorithms import (
     server,
 )  # fmt: skip
 from unskew.methods.optim import ServerOptimiser, momentum
-from unskew.models.networks import body, head
+from unskew.models.networks import in_classifier, in_features
 from unskew.models.variants import spherical
 from unskew.tree import each, prefix, under, zeros
 
@@ -58,8 +58,8 @@ PAPERS = ("fedavg", "fedprox", "fednova", "fedopt", "fedavgm", "moon", "scaffold
 POLICIES = {
     "frozen head": frozen_head,
     "on sphere": on_sphere,
-    "body at home": lambda base: keep_local(base, body),
-    "head at home, in turns": lambda base: alternating(keep_local(base, head)),
+    "body at home": lambda base: keep_local(base, in_features),
+    "head at home, in turns": lambda base: alternating(keep_local(base, in_classifier)),
 }
 
 COMPOSED = {
@@ -75,8 +75,8 @@ ODD = {
     "fednova, in turns": alternating(fednova(), 0.3),
     "scaffold-equal": scaffold("equal"),
     "fednova, proximal": proximal(fednova(), 1.0),
-    "fednova, proximal head": proximal(fednova(), 1.0, only=head),
-    "fednova, proximal twice, in turns": alternating(proximal(proximal(fednova(), 0.5), 1.0, only=head), 0.5),
+    "fednova, proximal head": proximal(fednova(), 1.0, only=in_classifier),
+    "fednova, proximal twice, in turns": alternating(proximal(proximal(fednova(), 0.5), 1.0, only=in_classifier), 0.5),
     "scaffold, proximal": proximal(scaffold(), 1.0),
     "feddyn, proximal": proximal(feddyn(0.1), 0.5),
 }

@@ -25,7 +25,8 @@ from unskew.methods.algorithms import (
 from unskew.methods.names import method
 from unskew.methods.optim import effective
 from unskew.models.networks import Split
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 # A linear network on four-dimensional inputs with a squared loss is a quadratic in its weights.
@@ -172,7 +173,7 @@ def test_fednova(federation, engine, mu, rho):
     Batches of 4: the client of 6 takes 2 steps an epoch, that of 4 takes one.
     """
     given = {"batch": 4, "momentum": rho}
-    alone = [ours(federation, fedprox(mu), engine, 1, sum=_only(k), **given) for k in (0, 1)]
+    alone = [ours(federation, fedprox(mu), engine, 1, aggregator=_only(k), **given) for k in (0, 1)]
     w = linear_model().classifier.weight.detach().numpy()
     a = [accumulated(steps, rho, LR * mu).sum() for steps in (6, 3)]
     d = [(alone[k] - w) / a[k] for k in (0, 1)]
@@ -188,10 +189,10 @@ def test_fednova(federation, engine, mu, rho):
 
 def _only(client):
     """A sum that hears one client alone."""
-    from unskew.training.sums import plain_sum
+    from unskew.training.aggregate import plain_aggregator
     from unskew.tree import scale
 
-    plain = plain_sum()
+    plain = plain_aggregator()
 
     def add(state, ids, uploads):
         return plain.add(state, ids, scale(uploads, float(client in ids)))

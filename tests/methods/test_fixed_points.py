@@ -34,10 +34,12 @@ from unskew.methods.algorithms import (
 )  # fmt: skip
 from unskew.methods.names import method, pieces
 from unskew.methods.optim import momentum
-from unskew.models.networks import Split, head
+from unskew.models.networks import Split, in_classifier
 from unskew.models.variants import spherical, unit_features
-from unskew.training.engine import sequential
+from unskew.training.client import make_visit
+from unskew.training.engines.protocol import RoundByRound
 from unskew.training.simulate import train
+from unskew.tree import pick
 
 DECAY, STEPS = 1.0, (5, 2, 3)
 PLAIN, HEAVY = Local(0.3, 0.0, STEPS), Local(0.1, 0.9, STEPS)
@@ -47,12 +49,17 @@ FEDERATION = problem.federation()
 def whole(steps):
     """`sequential`, with steps[k] steps of client k, each on all that it holds."""
 
-    def engine(net, algorithm, sgd, data, params, state, cohort, sum):
-        plans = [
-            plan._replace(rows=plan.rows[:1].expand(steps[id], -1))
-            for id, plan in zip(cohort.ids, cohort.plans, strict=True)
-        ]
-        return sequential(net, algorithm, sgd, data, params, state, cohort._replace(plans=plans), sum)
+    @RoundByRound
+    def engine(training, last, ids):
+        algorithm, data, sgd = training.algorithm, training.federation.data, training.sgd(last.number + 1)
+        visit = make_visit(training.net, algorithm, sgd, data, last.params, pick(last.state, algorithm.sent))
+
+        def repeated(id):
+            plan = training.plan(last.number + 1, id)
+            plan = plan._replace(rows=plan.rows[:1].expand(steps[id], -1))
+            return visit(id, training.visitor(last, id), plan, training.federation.sizes[id])
+
+        return training.aggregate(last, ids, map(repeated, ids))
 
     return engine
 
@@ -112,9 +119,9 @@ ODD = {
     "feddyn, proximal": (proximal(feddyn(1.0), 0.5), Rule("gradients", "equal")),
     "fednova, in turns": (alternating(fednova(), 0.3), Rule("directions", turns=0.3)),
     "fednova, proximal": (proximal(fednova(), 1.0), Rule("directions", **PULLED)),
-    "fednova, proximal head": (proximal(fednova(), 1.0, only=head), Rule("directions", **PULLED_HEAD)),
+    "fednova, proximal head": (proximal(fednova(), 1.0, only=in_classifier), Rule("directions", **PULLED_HEAD)),
     "fednova, proximal twice, in turns": (
-        alternating(proximal(proximal(fednova(), 0.5), 0.5, only=head), 0.5),
+        alternating(proximal(proximal(fednova(), 0.5), 0.5, only=in_classifier), 0.5),
         Rule("directions", pull=(0.5, 1.0), turns=0.5),
     ),
 }

@@ -31,9 +31,10 @@ from unskew.methods.algorithms import (
 )  # fmt: skip
 from unskew.methods.names import Method, method, parts_of, pieces, skeleton
 from unskew.methods.optim import momentum
-from unskew.models.networks import Split, build, head
+from unskew.models.networks import Split, build, in_classifier
 from unskew.models.variants import clsnorm, projection, spherical
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "your_own_algorithm.py"
@@ -61,10 +62,10 @@ SAME = {
     "fednova+on_sphere": (on_sphere(fednova()), lambda norm: spherical(toy_model(norm))),
     "moon:mu=2:tau=0.1+frozen_head": (frozen_head(moon(2.0, 0.1)), toy_model),
     "fedavg+clsnorm+clsprox:mu=0.4": (
-        proximal(fedavg(), 0.4, only=head), lambda norm: clsnorm(toy_model(norm))
+        proximal(fedavg(), 0.4, only=in_classifier), lambda norm: clsnorm(toy_model(norm))
     ),
     "feddyn:alpha=0.2": (feddyn(0.2), toy_model),
-    "clsprox": (proximal(fedavg(), 0.01, only=head), toy_model),
+    "clsprox": (proximal(fedavg(), 0.01, only=in_classifier), toy_model),
 }  # fmt: skip
 
 
@@ -195,10 +196,10 @@ def test_moon_asks_for_a_projection_head(ragged):
 
 def test_a_method_that_shares_nothing_is_refused(ragged):
     from unskew.methods.algorithms import keep_local
-    from unskew.models.networks import body
+    from unskew.models.networks import in_features
 
     with pytest.raises(UsageError, match="shares no tensor that learns"):
-        last(frozen_head(keep_local(fedavg(), body)), toy_model("none"), ragged)
+        last(frozen_head(keep_local(fedavg(), in_features)), toy_model("none"), ragged)
 
 
 # SphereFed's Table 3, each cell by its name.

@@ -30,10 +30,12 @@ from unskew.methods.algorithms import (
 )  # fmt: skip
 from unskew.methods.optim import momentum
 from unskew.models.evaluate import batches
-from unskew.models.networks import body, head
+from unskew.models.networks import in_classifier, in_features
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FeatureStats
-from unskew.training.engine import batched, plan, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
+from unskew.training.plan import make_plan
 from unskew.training.simulate import train
 
 
@@ -68,7 +70,7 @@ def test_fednova_with_equal_steps_is_fedavg(ragged):
     assert gap(last(fednova(), ragged), last(fedavg(), ragged)) > 1e-4
 
 
-@pytest.mark.parametrize("only", [always, head])
+@pytest.mark.parametrize("only", [always, in_classifier])
 def test_fednova_of_a_proximal_term_with_equal_steps_is_fedprox(only, ragged):
     nova, prox = (proximal(base, 2.0, only) for base in (fednova(), fedavg()))
     assert gap(last(nova, equal_steps()), last(prox, equal_steps())) < 1e-12
@@ -134,7 +136,7 @@ def test_a_wrapper_never_drops_what_its_base_does(policy, ragged):
 
 
 def test_moon_keeps_its_penalty_when_the_body_stays_at_home(ragged):
-    on, off = (last(keep_local(moon(mu), body), ragged, rounds=3) for mu in (5.0, 0.0))
+    on, off = (last(keep_local(moon(mu), in_features), ragged, rounds=3) for mu in (5.0, 0.0))
     assert max((on.clients[0].own[k] - v).abs().max() for k, v in off.clients[0].own.items()) > 1e-5
 
 
@@ -165,7 +167,10 @@ def test_scaffold_keeps_the_control_of_what_took_no_step(ragged):
 
 def test_proximal_on_the_classifier_alone_pulls_that_alone(ragged):
     one_step = {"rounds": 1, "epochs": 1, "steps": 2}
-    plain, pulled = last(fedavg(), ragged, **one_step), last(proximal(fedavg(), 5.0, only=head), ragged, **one_step)
+    plain, pulled = (
+        last(fedavg(), ragged, **one_step),
+        last(proximal(fedavg(), 5.0, only=in_classifier), ragged, **one_step),
+    )
     moved = {k for k in plain.params if not torch.equal(plain.params[k], pulled.params[k])}
     assert moved == {"classifier.weight", "classifier.bias"}  # after two steps the pull has not reached the features
 
@@ -178,7 +183,7 @@ def test_one_client_is_central_sgd(engine, norm):
     ours = last(fedavg(), Federation(data, (everyone,)), norm, rounds=1, engine=engine, weight_decay=1e-2)
     model = toy_model(norm).train()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-2)
-    for rows in plan(everyone, 8, 1, 1, 0, epochs=2).rows:
+    for rows in make_plan(everyone, 8, 1, 1, 0, epochs=2).rows:
         ((x, y),) = batches(data, rows, dtype=torch.float64)
         optimiser.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()

@@ -11,11 +11,13 @@ from unskew.data.partition import Federation
 from unskew.errors import UsageError
 from unskew.methods.algorithms import fedavg, on_sphere, proximal, squared_error
 from unskew.models.evaluate import batches
-from unskew.models.networks import head
+from unskew.models.networks import in_classifier
 from unskew.models.variants import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes
 from unskew.seeds import generator
 from unskew.statistics.collecting import collect
-from unskew.training.engine import batched, installed, network, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
+from unskew.training.functional import installed, network
 from unskew.training.simulate import train
 
 
@@ -80,13 +82,15 @@ def test_squared_error_is_equation_5():
 
 @pytest.mark.parametrize("engine", [sequential, batched])
 def test_the_head_never_changes_and_is_never_uploaded(engine, ragged):
-    from unskew.training.sums import plain_sum
+    from unskew.training.aggregate import plain_aggregator
 
     uploaded = set()
-    sums = plain_sum()
+    sums = plain_aggregator()
     watched = sums._replace(add=lambda state, ids, tree: uploaded.update(tree) or sums.add(state, ids, tree))
     model = spherical(toy_model("batch"))
-    last = list(train(model, ragged, on_sphere(fedavg()), rounds=3, batch=8, lr=0.5, engine=engine, sum=watched))[-1]
+    last = list(
+        train(model, ragged, on_sphere(fedavg()), rounds=3, batch=8, lr=0.5, engine=engine, aggregator=watched)
+    )[-1]
     assert torch.equal(last.params["classifier.weight"], model.classifier.weight)
     assert any("features" in name for name in uploaded)
     assert not any("classifier" in name for name in uploaded)
@@ -116,7 +120,9 @@ def test_clsnorm_counts_directions_alone():
 @pytest.mark.parametrize("engine", [sequential, batched])
 def test_clsnorm_trains_and_is_calibrated_to_a_plain_head(engine, ragged):
     model = clsnorm(toy_model())
-    rounds = list(train(model, ragged, proximal(fedavg(), 0.1, only=head), rounds=3, batch=8, lr=0.1, engine=engine))
+    rounds = list(
+        train(model, ragged, proximal(fedavg(), 0.1, only=in_classifier), rounds=3, batch=8, lr=0.1, engine=engine)
+    )
     assert rounds[-1].loss < rounds[0].loss
     trained = installed(model, rounds[-1].params)
     stats = collect(trained, batches(ragged.data, dtype=torch.float64), 5)

@@ -42,7 +42,7 @@ from unskew.statistics.robust import robust_sum, trimmed_mean
 from unskew.statistics.scrutiny import summary_of
 
 TRANSFORMS = ["identity", "unit", "relu", "relu-tukey:0.5", "squares", "fourier:100:7:0.3", "unit+squares"]
-SUBTLE = {  # that are told at best, or seen in some forms alone: docs/trust.md
+SUBTLE = {  # that are told at best, or seen in some forms alone: docs/explanation/trust.md
     *("half of a class under another", "counts x 100", "scatter on one direction", "scatter on all discriminants")
 }
 

@@ -7,24 +7,24 @@ from helpers.methods import METHODS, model_for
 from helpers.toys import toy_model
 from unskew.calibration.heads import ffc
 from unskew.methods.algorithms import fedadam, fedavg, frozen_head, keep_local, on_sphere, scaffold
-from unskew.models.networks import body, build, head
+from unskew.models.networks import build, in_classifier, in_features
 from unskew.models.variants import spherical
 from unskew.statistics.moments import FeatureStats
+from unskew.training.aggregate import plain_aggregator
 from unskew.training.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.training.simulate import train
-from unskew.training.sums import plain_sum
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_count_is_what_a_sum_really_gets(name, ragged):
-    sums, sizes = plain_sum(), []
+    sums, sizes = plain_aggregator(), []
     watched = sums._replace(
         add=lambda state, ids, tree: (
             sizes.append({key: value.nbytes // len(ids) for key, value in tree.items()}) or sums.add(state, ids, tree)
         )
     )
     model = model_for(name, "batch")
-    list(train(model, ragged, METHODS[name], rounds=1, steps=2, batch=8, sum=watched))
+    list(train(model, ragged, METHODS[name], rounds=1, steps=2, batch=8, aggregator=watched))
     counted = traffic(model, METHODS[name])
     assert all(size == {key: value.nbytes for key, value in counted.up.items()} for size in sizes)
     assert counted.bytes()[1] == sum(sizes[0].values())
@@ -43,7 +43,7 @@ def test_a_head_that_nobody_trains_never_travels():
 
 
 def test_what_stays_at_home_never_travels_and_variates_do():
-    at_home = traffic(toy_model("batch"), keep_local(fedavg(), body))
+    at_home = traffic(toy_model("batch"), keep_local(fedavg(), in_features))
     assert not any("features" in name for tree in at_home for name in tree)
     plain, controlled = (traffic(toy_model(), method) for method in (fedavg(), scaffold()))
     assert controlled.in_papers() == tuple(2 * size for size in plain.in_papers())
@@ -67,12 +67,14 @@ def test_spherefed_s_table_1():
     model = build("mobilenetv2", 100, 3, 32, "batch", torch.Generator().manual_seed(0))
     d, c = model.dimension, model.classes
     assert (d, c) == (1280, 100)
-    fedavg_mb = sum(traffic(model, fedavg()).in_papers(lambda name: head(name.removeprefix("delta/")))) * 100 / 1e6
+    fedavg_mb = (
+        sum(traffic(model, fedavg()).in_papers(lambda name: in_classifier(name.removeprefix("delta/")))) * 100 / 1e6
+    )
     assert fedavg_mb == pytest.approx(102.4)
     assert fedavg_mb + statistics_in_papers("class", c, d) / 1e6 == pytest.approx(758.3, abs=0.05)
     assert statistics_in_papers("pooled", c, d) / 1e6 == pytest.approx(7.07, abs=0.01)
     sphere = traffic(spherical(model), on_sphere(fedavg()))
-    assert sphere.in_papers(lambda name: head(name.removeprefix("delta/"))) == (0, 0)
+    assert sphere.in_papers(lambda name: in_classifier(name.removeprefix("delta/"))) == (0, 0)
 
 
 def test_statistics_in_papers_are_full_matrices_of_32_bits():

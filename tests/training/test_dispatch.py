@@ -20,13 +20,14 @@ from unskew.data.partition import Federation
 from unskew.errors import UsageError
 from unskew.methods.algorithms import fedavg, fedavgm, feddyn, fednova, fedprox, keep_local, moon, scaffold
 from unskew.methods.optim import cosine
-from unskew.models.networks import Split, body, build
-from unskew.training.engine import sequential
-from unskew.training.lanes.dispatch import check_shareable, program, train_on_lanes
-from unskew.training.lanes.kernels import FusedConv, fused
-from unskew.training.lanes.lanes import Lanes
-from unskew.training.lanes.timetable import Usage
-from unskew.training.simulate import Diverged, Round, Training, train
+from unskew.models.networks import Split, build, in_features
+from unskew.training.engines.lanes.buffers import LaneBuffers
+from unskew.training.engines.lanes.engine import Lanes, check_shareable, program
+from unskew.training.engines.lanes.fused.layer import FusedConv, fused
+from unskew.training.engines.lanes.timetable import Usage
+from unskew.training.engines.sequential import sequential
+from unskew.training.simulate import train
+from unskew.training.training import Diverged, Round, Training
 
 
 def pair(name, federation, norm, lanes, **options):
@@ -38,7 +39,7 @@ def pair(name, federation, norm, lanes, **options):
         Training(model, federation, method, **given),
         Training(model, federation, method, **{**given, "seed": 2, "rounds": 2, "lr": 0.01}),
     ]
-    *_, found = (round for run, round in train_on_lanes(runs, lanes=lanes) if run == 0)
+    *_, found = (round for run, round in Lanes(lanes).rounds(runs) if run == 0)
     return expected, found
 
 
@@ -91,7 +92,7 @@ def test_runs_of_any_shape_equal_sequential(data):
 
     stateful = data.draw(st.booleans())
     runs = [run_of(seed) for seed in range(data.draw(st.integers(1, 3)))]
-    last = dict(train_on_lanes(runs, lanes=data.draw(st.integers(1, 6))))
+    last = dict(Lanes(data.draw(st.integers(1, 6))).rounds(runs))
     for number, run in enumerate(runs):
         *_, expected = train(
             run.model, run.federation, run.algorithm, rounds=run.rounds, epochs=run.epochs, batch=8, lr=run.lr,
@@ -110,11 +111,11 @@ def test_methods_of_one_step_share_lanes(ragged):
         [scaffold(), scaffold("equal")],
         [fedprox(0.1, scaffold()), fedprox(1.0, scaffold("equal"))],
         [feddyn(0.1), feddyn(1.0)],
-        [keep_local(fedavg(), body), keep_local(fedavgm(0.5), body)],
+        [keep_local(fedavg(), in_features), keep_local(fedavgm(0.5), in_features)],
     ):
         runs = [Training(toy_model("batch"), ragged, method, **given, schedule=cosine()) for method in methods]
         assert len({program(run) for run in runs}) == 1
-        last = dict(train_on_lanes(runs, lanes=5))
+        last = dict(Lanes(5).rounds(runs))
         results = []
         for number, method in enumerate(methods):
             *_, expected = train(toy_model("batch"), ragged, method, engine=sequential, schedule=cosine(), **given)
@@ -157,14 +158,14 @@ def test_runs_on_lanes_go_on_after_a_stop(ragged):
     shared = scaffold()
     made = [replace(run, algorithm=shared) for run in runs()]
     whole = [[], []]
-    for number, round in train_on_lanes(made, lanes=3):
+    for number, round in Lanes(3).rounds(made):
         whole[number].append(round)
     for stop in ((0, 2), (1, 1), (3, 2)):
         resume = [rounds[reached - 1] if reached else None for rounds, reached in zip(whole, stop, strict=True)]
-        last = dict(enumerate(resume)) | dict(train_on_lanes(made, lanes=3, resume=resume))
+        last = dict(enumerate(resume)) | dict(Lanes(3).rounds(made, resume))
         for number in (0, 1):
             assert gap(last[number], whole[number][-1]) < 1e-12
-    assert not list(train_on_lanes(made, resume=[rounds[-1] for rounds in whole]))
+    assert not list(Lanes().rounds(made, [rounds[-1] for rounds in whole]))
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
@@ -173,7 +174,7 @@ def test_recalibration_on_lanes(name, ragged):
     method = METHODS[name]
     *_, expected = train(toy_model("batch"), ragged, method, engine=sequential, **options)
     runs = [Training(toy_model("batch"), ragged, method, **options), Training(toy_model("batch"), ragged, method, 3)]
-    found = [round for run, round in train_on_lanes([replace(run, batch=8) for run in runs]) if run == 0]
+    found = [round for run, round in Lanes().rounds([replace(run, batch=8) for run in runs]) if run == 0]
     assert gap(expected, found[-1]) < 1e-9
     assert [round.number for round in found] == [1, 2, 3, 4]
 
@@ -184,19 +185,19 @@ def test_a_run_that_diverges_does_not_stop_the_others(ragged):
 
     runs, last = [run_of(3, 1e30), run_of(4, 0.05), run_of(9, 1e30)], {}
     with pytest.raises(Diverged, match="training diverged in round 1: the loss of client 0 is nan") as caught:
-        last.update(train_on_lanes(runs, lanes=3))
+        last.update(Lanes(3).rounds(runs))
     assert caught.value.runs == [0, 2]
     assert list(last) == [1]
     *_, expected = train(toy_model(), ragged, fedavg(), rounds=4, batch=8, lr=0.05, epochs=3, engine=sequential)
     assert gap(expected, last[1]) < 1e-9
     usage = Usage()
     with pytest.raises(Diverged):
-        list(train_on_lanes([run_of(1000, 1e30)], lanes=3, usage=usage))
+        list(Lanes(3, usage=usage).rounds([run_of(1000, 1e30)]))
     assert usage.useful < 100  # and it did not go on for nothing
 
 
 def test_too_little_memory_halves_the_lanes(ragged, monkeypatch):
-    steps, take = [], Lanes.take
+    steps, take = [], LaneBuffers.take
 
     def limited(self, size, times):
         steps.append(size)
@@ -204,20 +205,20 @@ def test_too_little_memory_halves_the_lanes(ragged, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         take(self, size, times)
 
-    monkeypatch.setattr(Lanes, "take", limited)
+    monkeypatch.setattr(LaneBuffers, "take", limited)
     runs = [Training(toy_model("batch"), ragged, scaffold(), rounds=3, batch=8, seed=seed) for seed in range(2)]
     runs = [replace(run, algorithm=runs[0].algorithm) for run in runs]
     with pytest.warns(UserWarning, match="out of memory: going on with 2 lanes"):
-        rounds = list(train_on_lanes(runs, lanes=5))
+        rounds = list(Lanes(5).rounds(runs))
     assert [round.number for run, round in rounds if run == 0] == [1, 2, 3]
     for which, run in enumerate(runs):
         *_, expected = train(
             run.model, ragged, run.algorithm, rounds=3, batch=8, seed=run.seed, engine=sequential
         )  # fmt: skip
         assert gap(expected, dict(rounds)[which]) < 1e-9
-    monkeypatch.setattr(Lanes, "take", lambda *_: limited(None, 9, 9))
+    monkeypatch.setattr(LaneBuffers, "take", lambda *_: limited(None, 9, 9))
     with pytest.raises(torch.OutOfMemoryError):
-        list(train_on_lanes(runs, lanes=1))
+        list(Lanes(1).rounds(runs))
 
 
 def test_layers_that_draw_are_reproducible_and_leave_the_generator_alone(ragged):
@@ -226,7 +227,7 @@ def test_layers_that_draw_are_reproducible_and_leave_the_generator_alone(ragged)
     run = Training(model, ragged, fedavg(), rounds=2, batch=8, lr=0.05)
     before = torch.get_rng_state()
     first, again, other = (
-        dict(train_on_lanes([replace(run, seed=seed)], lanes=2))[0] for seed in (0, 0, 1)
+        dict(Lanes(2).rounds([replace(run, seed=seed)]))[0] for seed in (0, 0, 1)
     )  # fmt: skip
     assert torch.equal(before, torch.get_rng_state())
     assert gap(first, again) == 0
@@ -237,7 +238,7 @@ def spread(rank, folder):
     """One of two processes that share the lanes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    found = [list(train_on_lanes(runs, lanes=4)) for runs in spread_runs()]
+    found = [list(Lanes(4).rounds(runs)) for runs in spread_runs()]
     torch.save([[(run, round._asdict()) for run, round in rounds] for rounds in found], folder / str(rank))
     dist.barrier()
     dist.destroy_process_group()
@@ -246,7 +247,7 @@ def spread(rank, folder):
 def spread_runs():
     parts = (torch.arange(0, 20), torch.arange(20, 25), torch.arange(25, 60))
     federation, options = Federation(toy_data(), parts), {"rounds": 3, "batch": 8, "lr": 0.05, "epochs": 2}
-    for method in (scaffold(), keep_local(moon(), body), fednova()):
+    for method in (scaffold(), keep_local(moon(), in_features), fednova()):
         yield [Training(toy_model("batch"), federation, method, **options, seed=seed) for seed in range(3)]
 
 
@@ -267,33 +268,33 @@ def test_two_processes_give_the_same_as_one(tmp_path):
         for rank in range(2)
     ]
     for case, runs in enumerate(spread_runs()):
-        alone = dict(train_on_lanes(runs, lanes=4))
+        alone = dict(Lanes(4).rounds(runs))
         for rank in range(2):
             there = dict(results[rank][case])
             assert max(gap(alone[run], there[run]) for run in alone) < 1e-12
         assert all(gap(results[0][case][at][1], results[1][case][at][1]) == 0 for at in range(9))
 
 
-@pytest.mark.parametrize("form", ["fused", "apart"])
-def test_other_forms_of_the_step(form, ragged):
+@pytest.mark.parametrize("layout", ["fused", "apart"])
+def test_other_layouts_of_the_step(layout, ragged):
     layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
     model = Split(nn.Sequential(*layers), nn.Linear(36, 5)).double()
     assert type(fused(model).features[0]) is FusedConv
     options = {"rounds": 2, "batch": 8, "lr": 0.05, "augment": True}
     method = moon(projection=False)
     *_, expected = train(model, ragged, method, engine=sequential, **options)
-    found = dict(train_on_lanes([Training(model, ragged, method, **options)], lanes=2, form=form))[0]
+    found = dict(Lanes(2, layout).rounds([Training(model, ragged, method, **options)]))[0]
     assert gap(expected, found) < 1e-9
-    with pytest.raises(UsageError, match="unknown form 'fuse': did you mean 'fused'"):
-        list(train_on_lanes([Training(model, ragged, method, **options)], form="fuse"))
+    with pytest.raises(UsageError, match="unknown layout 'fuse': did you mean 'fused'"):
+        list(Lanes(layout="fuse").rounds([Training(model, ragged, method, **options)]))
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize("form", ["grouped", "apart"])
-def test_bfloat16_by_autocast_is_near(form, norm, ragged):
+@pytest.mark.parametrize("layout", ["grouped", "apart"])
+def test_bfloat16_by_autocast_is_near(layout, norm, ragged):
     model = toy_model(norm).float()
     run = Training(model, ragged, fedavg(), rounds=2, batch=8, lr=0.05)
-    exact, near = (dict(train_on_lanes([run], precision=kind, form=form))[0] for kind in ("float32", "bfloat16"))
+    exact, near = (dict(Lanes(precision=kind, layout=layout).rounds([run]))[0] for kind in ("float32", "bfloat16"))
     assert exact.params.keys() == near.params.keys()
     assert 1e-6 < gap(exact, near) < 0.05
     assert all(value.dtype == torch.float32 for value in near.params.values())
@@ -301,7 +302,7 @@ def test_bfloat16_by_autocast_is_near(form, norm, ragged):
 
 def test_usage_is_told(ragged):
     usage = Usage()
-    list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=2, batch=8)], lanes=2, usage=usage))
+    list(Lanes(2, usage=usage).rounds([Training(toy_model(), ragged, fedavg(), rounds=2, batch=8)]))
     assert usage.useful == 2 * (3 + 1 + 5)
     assert 0.5 < usage.occupancy <= 1
     assert usage.lanes == 2
@@ -311,9 +312,9 @@ def test_usage_is_told(ragged):
 
 def test_a_precision_that_is_none(ragged):
     with pytest.raises(UsageError, match="unknown precision 'half'.*bfloat16"):
-        list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=1, batch=8)], precision="half"))
+        list(Lanes(precision="half").rounds([Training(toy_model(), ragged, fedavg(), rounds=1, batch=8)]))
     before = torch.backends.cudnn.benchmark
-    list(train_on_lanes([Training(toy_model(), ragged, fedavg(), rounds=1, batch=8)], precision="tf32"))
+    list(Lanes(precision="tf32").rounds([Training(toy_model(), ragged, fedavg(), rounds=1, batch=8)]))
     assert torch.backends.cudnn.benchmark == before
 
 
@@ -329,14 +330,14 @@ def test_compiled_lanes_on_a_gpu_equal_sequential_on_a_cpu(method):
     options = {"rounds": 3, "epochs": 2, "batch": 8, "lr": 0.05, "augment": True}
     *_, expected = train(toy_model("batch"), Federation(data, parts), method, engine=sequential, **options)
     there = Federation(data.to("cuda"), tuple(part.cuda() for part in parts))
-    *_, (_, found) = train_on_lanes([Training(toy_model("batch"), there, method, **options)], lanes=2)
+    *_, (_, found) = Lanes(2).rounds([Training(toy_model("batch"), there, method, **options)])
     assert gap(expected, _on_cpu(found)) < 1e-9
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("method", [fedavg(), moon()], ids=["fedavg", "moon"])
 def test_compiled_lanes_of_the_papers_network_are_near_uncompiled_ones(method):
-    """In bfloat16 and in the fused form, as large runs use it.
+    """In bfloat16 and in the fused layout, as large runs use it.
 
     Rounding alone sets forms of the step apart by 0.17 to 0.28 of the way they went: random images teach little.
     """
@@ -346,8 +347,8 @@ def test_compiled_lanes_of_the_papers_network_are_near_uncompiled_ones(method):
     parts = tuple(torch.arange(600, device="cuda").split([300, 40, 260]))
     model = build("cnn", 10, 3, 32, generator=draw)
     run = Training(model, Federation(data, parts), method, rounds=2, epochs=4, batch=64, lr=0.05, augment=True)
-    options = {"lanes": 2, "form": "fused", "precision": "bfloat16"}
-    plain, compiled = (dict(train_on_lanes([run], compile=compile, **options))[0] for compile in (False, True))
+    options = {"count": 2, "layout": "fused", "precision": "bfloat16"}
+    plain, compiled = (dict(Lanes(compile=compile, **options).rounds([run]))[0] for compile in (False, True))
     start, plain, compiled = (
         torch.cat([value.flatten() for value in tree.values()])
         for tree in (run.net.tree, plain.params, compiled.params)

@@ -14,19 +14,23 @@ from helpers.toys import toy_data, toy_model
 from unskew.data.partition import Federation
 from unskew.errors import UsageError
 from unskew.methods.algorithms import alternating, fedavg, fedopt, moon, proximal, scaffold, server
-from unskew.methods.optim import SGD, momentum
+from unskew.methods.optim import momentum
 from unskew.models.evaluate import batches
-from unskew.models.networks import Split, body
-from unskew.training.engine import Cohort, batched, enter, installed, network, plan, sequential
-from unskew.training.simulate import cohort_of, train
-from unskew.training.sums import plain_sum
+from unskew.models.networks import Split, in_features
+from unskew.training.aggregate import plain_aggregator
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
+from unskew.training.functional import installed, network
+from unskew.training.plan import make_plan
+from unskew.training.simulate import train
+from unskew.training.training import Training, cohort_of
 
 
 @settings(deadline=None, max_examples=80)
 @given(n=st.integers(1, 40), batch=st.integers(1, 50), epochs=st.integers(1, 4), seed=st.integers(0, 100))
 def test_a_plan_is_what_a_loader_would_make(n, batch, epochs, seed):
     indices = torch.arange(100, 100 + n)
-    rows = plan(indices, batch, seed, 1, 0, epochs=epochs).rows
+    rows = make_plan(indices, batch, seed, 1, 0, epochs=epochs).rows
     steps = -(-n // batch)
     assert rows.shape == (epochs * steps, batch)
     everyone = sorted(indices.tolist())
@@ -42,21 +46,21 @@ def test_a_plan_is_what_a_loader_would_make(n, batch, epochs, seed):
 
 @given(n=st.integers(1, 30), batch=st.integers(1, 40), steps=st.integers(1, 20))
 def test_a_plan_of_steps_has_that_many(n, batch, steps):
-    rows = plan(torch.arange(n), batch, 0, 1, 0, steps=steps).rows
+    rows = make_plan(torch.arange(n), batch, 0, 1, 0, steps=steps).rows
     assert rows.shape == (steps, batch)
-    longer = plan(torch.arange(n), batch, 0, 1, 0, epochs=-(-steps // -(-n // batch))).rows
+    longer = make_plan(torch.arange(n), batch, 0, 1, 0, epochs=-(-steps // -(-n // batch))).rows
     assert torch.equal(rows, longer[:steps])
 
 
 def test_plans_differ_by_seed_round_and_client_and_by_nothing_else():
     indices = torch.arange(50)
-    base = plan(indices, 8, 0, 1, 2, augment=True)
-    same = plan(indices, 8, 0, 1, 2, augment=True)
+    base = make_plan(indices, 8, 0, 1, 2, augment=True)
+    same = make_plan(indices, 8, 0, 1, 2, augment=True)
     assert torch.equal(base.rows, same.rows)
     assert torch.equal(base.crops.shift, same.crops.shift)
     for other in ((1, 1, 2), (0, 2, 2), (0, 1, 3)):
-        assert not torch.equal(base.rows, plan(indices, 8, *other).rows)
-    assert torch.equal(base.rows, plan(indices, 8, 0, 1, 2).rows)  # augmenting does not change the batches
+        assert not torch.equal(base.rows, make_plan(indices, 8, *other).rows)
+    assert torch.equal(base.rows, make_plan(indices, 8, 0, 1, 2).rows)  # augmenting does not change the batches
 
 
 def test_a_network_copies_its_model_and_names_its_tensors():
@@ -87,13 +91,11 @@ def test_constants_stay_exact():
 
 @pytest.mark.parametrize("engine", [sequential, batched])
 def test_running_statistics_are_averaged_by_examples(engine, ragged):
-    net, method, sgd = network(toy_model("batch")), fedavg(), SGD(0.1)
-    plans = [plan(rows, 8, 0, 1, id) for id, rows in enumerate(ragged.clients)]
+    training = Training(toy_model("batch"), ragged, fedavg(), rounds=1, batch=8, lr=0.1)
+    net = training.net
 
     def after(ids):
-        visitors = [enter(net, method, net.tree) for _ in ids]
-        cohort = Cohort(ids, visitors, [plans[id] for id in ids], [ragged.sizes[id] for id in ids])
-        return engine(net, method, sgd, ragged.data, net.tree, {}, cohort, plain_sum()).params
+        return engine.train_round(training, training.start(), ids).params
 
     alone, together = [after([id]) for id in range(3)], after([0, 1, 2])
     for name in (*net.moving, "features.0.weight"):
@@ -137,22 +139,22 @@ def test_a_failure_says_where_it_happened(ragged):
         assert "round 1 of 1" in " ".join(failure.value.__notes__)
 
 
-def test_a_sum_names_who_is_missing_or_strange():
-    sum = plain_sum()
+def test_an_aggregator_names_who_is_missing_or_strange():
+    aggregator = plain_aggregator()
     upload = {"w": torch.ones(1, 2)}
-    state = sum.add(sum.begin([3, 5]), [3], upload)
+    state = aggregator.add(aggregator.begin([3, 5]), [3], upload)
     with pytest.raises(RuntimeError, match=r"clients \[5\] have sent nothing"):
-        sum.end(state)
+        aggregator.end(state)
     with pytest.raises(RuntimeError, match=r"\[3\] were not expected"):
-        sum.add(state, [3], upload)
-    assert sum.end(sum.add(state, [5], upload))["w"].tolist() == [2, 2]
+        aggregator.add(state, [3], upload)
+    assert aggregator.end(aggregator.add(state, [5], upload))["w"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])
 def test_frozen_running_statistics_are_never_written(engine, ragged):
     model = toy_model("batch")
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    rounds = list(train(model, ragged, replace(fedavg(), frozen=body), rounds=3, batch=8, lr=0.1, engine=engine))
+    rounds = list(train(model, ragged, replace(fedavg(), frozen=in_features), rounds=3, batch=8, lr=0.1, engine=engine))
     for name in ("features.1.running_mean", "features.1.running_var", "features.0.weight"):
         assert torch.equal(rounds[-1].params[name], start[name])
     assert (rounds[-1].params["classifier.weight"] - start["classifier.weight"]).abs().max() > 1e-3
@@ -196,7 +198,7 @@ def test_values_of_another_model_are_refused():
 
 
 def test_every_epoch_has_a_permutation_of_its_own():
-    rows = plan(torch.arange(40), 8, 0, 1, 0, epochs=3).rows.view(3, 40)
+    rows = make_plan(torch.arange(40), 8, 0, 1, 0, epochs=3).rows.view(3, 40)
     assert not torch.equal(rows[0], rows[1])
     assert not torch.equal(rows[1], rows[2])
 
@@ -236,7 +238,7 @@ def test_tensors_that_rest_keep_their_velocity_and_their_count(ragged):
     model = toy_model("none")
     optimiser = {part: torch.optim.SGD(getattr(model, part).parameters(), lr=0.1, momentum=0.9, weight_decay=1e-5)
                  for part in ("classifier", "features")}  # fmt: skip
-    for t, rows in enumerate(plan(ragged.clients[0], 8, 0, 1, 0, steps=4).rows):
+    for t, rows in enumerate(make_plan(ragged.clients[0], 8, 0, 1, 0, steps=4).rows):
         ((x, y),) = batches(ragged.data, rows, dtype=torch.float64)
         model.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
@@ -253,7 +255,7 @@ def test_the_server_s_learning_rate_counts(ragged):
 
 
 def test_dropout_differs_between_rounds_and_clients(ragged):
-    assert len({plan(torch.arange(5), 2, 0, number, id).noise for number in (1, 2) for id in (0, 1)}) == 4
+    assert len({make_plan(torch.arange(5), 2, 0, number, id).noise for number in (1, 2) for id in (0, 1)}) == 4
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")

@@ -8,7 +8,8 @@ import torch
 from helpers.methods import FEW, METHODS, NORMS, SETTINGS, model_for, sample
 from helpers.rounds import gap
 from helpers.toys import toy_model
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
 
 

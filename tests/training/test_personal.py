@@ -14,12 +14,14 @@ from unskew.errors import UsageError
 from unskew.methods.algorithms import fedavg, fedbabu, fedrep, lg_fedavg, mse, on_sphere
 from unskew.methods.names import method
 from unskew.models.evaluate import batches, score
-from unskew.models.networks import body
+from unskew.models.networks import in_features
 from unskew.models.variants import clsnorm, spherical
 from unskew.statistics.collecting import collect
-from unskew.training.engine import installed, plan
+from unskew.training.functional import installed
 from unskew.training.personal import Personal, everything, ffc, head, own, personal_models, score_personal, ways
-from unskew.training.simulate import Diverged, train
+from unskew.training.plan import make_plan
+from unskew.training.simulate import train
+from unskew.training.training import Diverged
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_own_is_the_server_s_model_with_the_tensors_kept_at_home(federation, alg
         for name, value in made.state_dict().items():
             if "num_batches" not in name:
                 assert torch.equal(value, last.clients[id].own.get(name, last.params[name])), name
-    assert any(map(body, last.clients[0].own)) == (algorithm.shared("features.0.weight") is False)
+    assert any(map(in_features, last.clients[0].own)) == (algorithm.shared("features.0.weight") is False)
 
 
 def test_own_of_a_method_without_a_local_part_is_refused(federation):
@@ -146,7 +148,7 @@ def test_everything_is_sgd_on_the_client_s_examples(federation, norm, method):
     made = next(personal_models(model, federation, method, last, everything(epochs=2, lr=0.1, batch=8), seed=7))
     twin = installed(model, last.params).train()
     optimiser = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    for rows in plan(federation.clients[0], 8, 7, 3, 0, epochs=2).rows:
+    for rows in make_plan(federation.clients[0], 8, 7, 3, 0, epochs=2).rows:
         ((x, y),) = batches(federation.data, rows, dtype=torch.float64)
         optimiser.zero_grad()
         method.criterion(twin(x), y).backward()
@@ -206,7 +208,7 @@ def test_settings_that_can_not_be_meant_are_refused(way, options):
 def test_fine_tuning_that_leaves_the_numbers_is_no_result(federation):
     last = last_of(toy_model(), federation, fedavg())
     for way in (everything(lr=1e200), head(lr=1e308, epochs=50)):
-        with pytest.raises(Diverged, match="personal model of client 0 left the numbers: lower its learning rate"):
+        with pytest.raises(Diverged, match="personal model of client 0 is NaN or infinite: lower its learning rate"):
             list(personal_models(toy_model(), federation, fedavg(), last, way))
 
 

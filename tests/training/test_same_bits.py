@@ -15,11 +15,13 @@ from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
 from unskew.methods.algorithms import fedavg, scaffold
 from unskew.models.networks import build
-from unskew.training.engine import batched, sequential
+from unskew.training.engines.batched import batched
+from unskew.training.engines.lanes.buffers import PAIR, LaneBuffers
+from unskew.training.engines.lanes.engine import Lanes
+from unskew.training.engines.lanes.step import layout_of
+from unskew.training.engines.sequential import sequential
 from unskew.training.engines.workers import Workers, check_workers
-from unskew.training.lanes.dispatch import train_on_lanes
-from unskew.training.lanes.lanes import PAIR, Lanes, form_of
-from unskew.training.simulate import Training, rounds_of
+from unskew.training.training import Training
 
 OPTIONS = {"batch": 8, "lr": 0.05, "fraction": 0.7}
 NAMES = ("fedadam", "scaffold", "moon, body at home", "scaffold, head at home, in turns")  # the slow ones take all
@@ -52,20 +54,20 @@ def together(model, federation, method, rounds=(3, 4, 2), **options):
     return [replace(first, rounds=count, seed=seed) for seed, count in enumerate(rounds)]
 
 
-def on_lanes(runs, **options):
+def on_lanes(runs, lanes, resume=None):
     """The rounds of each run, by their numbers; before the first there is none."""
     found = [{0: None} for _ in runs]
-    for which, round in train_on_lanes(runs, **options):
+    for which, round in Lanes(lanes).rounds(runs, resume):
         found[which][round.number] = round
     return found
 
 
-def assert_lanes_go_on(runs, stops, lanes=(4,), **options):
+def assert_lanes_go_on(runs, stops, lanes=(4,)):
     """Whatever each run has reached when they stop, they end as they would have."""
-    whole = on_lanes(runs, lanes=lanes[0], **options)
+    whole = on_lanes(runs, lanes=lanes[0])
     for stop, count in zip(stops, itertools.cycle(lanes), strict=False):
         before = [rounds[reached] for rounds, reached in zip(whole, stop, strict=True)]
-        for expected, found in zip(whole, on_lanes(runs, lanes=count, resume=before, **options), strict=True):
+        for expected, found in zip(whole, on_lanes(runs, lanes=count, resume=before), strict=True):
             for number in list(found)[1:]:
                 assert_same(expected[number], found[number])
 
@@ -108,15 +110,15 @@ def test_layers_that_draw_go_on_to_the_same_bits_and_draw_what_they_do_in_sequen
     model = network_of()
     model.features = nn.Sequential(model.features, nn.Dropout(0.5))
     runs = together(model, federation_of(), fedavg())
-    assert form_of(runs[0], "float32") == "apart"
+    assert layout_of(runs[0], "float32") == "apart"
     assert_lanes_go_on(runs, STOPS, lanes=(4, 3))
-    *_, expected = rounds_of(runs[1], sequential)
+    *_, (_, expected) = sequential.rounds([runs[1]])
     assert gap(expected, on_lanes(runs, lanes=4)[1][4]) < 1e-5
 
 
 def test_a_step_that_gives_other_bits_for_other_numbers_of_lanes_is_taken_in_pairs(monkeypatch):
     """As a library would whose sums depend on how much it is given."""
-    traced, sizes = Lanes._traced, []
+    traced, sizes = LaneBuffers._traced, []
 
     def fickle(self, size, compile):
         step = traced(self, size, compile)
@@ -128,7 +130,7 @@ def test_a_step_that_gives_other_bits_for_other_numbers_of_lanes_is_taken_in_pai
 
         return changed
 
-    monkeypatch.setattr(Lanes, "_traced", fickle)
+    monkeypatch.setattr(LaneBuffers, "_traced", fickle)
     runs = together(network_of(), federation_of(), fedavg(), (2, 2))
     assert_lanes_go_on(runs, [(1, 0), (0, 1)], lanes=(5, 4))
     assert sizes.count(PAIR) > len(sizes) - 20  # the others were only tried
@@ -155,9 +157,8 @@ def test_a_training_goes_on_after_any_round(engine, name):
     run = together(model_for(name, "batch").float(), federation_of(), METHODS[name], (4,))[0]
 
     def rest(before):
-        if engine == "lanes":
-            return (round for _, round in train_on_lanes([run], resume=[before], lanes=3))
-        return rounds_of(run, {"sequential": sequential, "batched": batched, "workers": Workers(2)}[engine], before)
+        engines = {"sequential": sequential, "batched": batched, "workers": Workers(2), "lanes": Lanes(3)}
+        return (round for _, round in engines[engine].rounds([run], [before]))
 
     if engine == "workers":
         try:

@@ -21,8 +21,11 @@ from unskew.models.networks import Split
 from unskew.models.variants import clsnorm, spherical
 from unskew.seeds import generator
 from unskew.statistics.collecting import collect
-from unskew.training.engine import batched, installed, sequential
-from unskew.training.simulate import Diverged, train
+from unskew.training.engines.batched import batched
+from unskew.training.engines.sequential import sequential
+from unskew.training.functional import installed
+from unskew.training.simulate import train
+from unskew.training.training import Diverged
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])

@@ -7,7 +7,18 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from unskew.data.partition import dirichlet
-from unskew.training.lanes.timetable import Add, Load, Move, Settle, Step, bound, choose, ladder_of, rehearse, schedule
+from unskew.training.engines.lanes.timetable import (
+    Add,
+    Load,
+    Move,
+    Settle,
+    Step,
+    bound,
+    choose,
+    ladder_of,
+    rehearse,
+    schedule,
+)
 
 WORK = st.lists(  # runs of rounds of clients' steps
     st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=4), min_size=1, max_size=4

@@ -31,6 +31,11 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
 
     With `choose=False`, or a shrinkage above 0, equal to scikit-learn's LinearDiscriminantAnalysis(solver="lsqr",
     shrinkage=s). Refused where the model's classifier has no bias, which it needs.
+
+    >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
+    >>> layer = unskew.lda()(stats.reduced("pooled"), nn.Linear(1, 2), torch.Generator())
+    >>> layer(torch.tensor([[0.7], [4.0]])).argmax(1)
+    tensor([0, 1])
     """
     if not 0 <= shrinkage <= 1:
         raise UsageError(f"shrinkage is {shrinkage}: it must be between 0 and 1")
@@ -60,6 +65,11 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
     layer behind the transform "squares". `smoothing` times the largest variance of any feature over all examples is
     added to all v_cj. Equal to scikit-learn's GaussianNB(var_smoothing=smoothing). Needs a bias, as `lda`. Features so
     far from zero that their squares lose what tells classes apart are refused.
+
+    >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
+    >>> head = unskew.gnb()(stats, nn.Linear(1, 2), torch.Generator())
+    >>> head(torch.tensor([[0.7], [4.0]])).argmax(1)
+    tensor([0, 1])
     """
     if not smoothing >= 0:
         raise UsageError(f"smoothing is {smoothing}: it must be 0 or more")
@@ -87,6 +97,11 @@ def ncm(transform: str = "identity") -> Calibrator:
     r"""The class whose mean is nearest: logit_c = mu_c' z - ||mu_c||^2 / 2. Needs a bias, as `lda`.
 
     With transform="unit" it compares directions, as FedNCM does. Equal to scikit-learn's NearestCentroid().
+
+    >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
+    >>> layer = unskew.ncm()(stats, nn.Linear(1, 2), torch.Generator())
+    >>> layer(torch.tensor([[0.7], [4.0]])).argmax(1)
+    tensor([0, 1])
     """
 
     def fit(given: Material) -> nn.Module:
@@ -108,6 +123,11 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
     mu')^-1 U with mu the mean of all N examples: as FFC, but without the scatter between the classes. Each row is
     divided by its length. It needs many clients per class; gamma is the paper's shrinkage. Equal to the authors' code
     (github.com/dipamgoswami/FedCOF, federate_classes.py) in float64.
+
+    >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
+    >>> layer = unskew.fedcof()(stats + stats, nn.Linear(1, 2), torch.Generator(), sites=[stats, stats])
+    >>> layer.weight.shape
+    torch.Size([2, 1])
     """
     if not gamma >= 0:
         raise UsageError(f"gamma is {gamma}: it must be 0 or more")

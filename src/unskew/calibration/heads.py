@@ -119,7 +119,7 @@ class Calibrator:
         made = self.fit(Material(stats, old, generator, prior, features, sites))
         silence(linear(made), (stats.count == 0) if prior is None else (prior == 0))
         if not all(torch.isfinite(value).all() for value in made.parameters()):
-            raise UsageError(f"{self.name} left the numbers that {old.weight.dtype} can hold: {self.remedy}")
+            raise UsageError(f"the head of {self.name} is NaN or infinite in {old.weight.dtype}: {self.remedy}")
         return made
 
 
@@ -173,7 +173,7 @@ def ccvr(
 
     The paper applies ReLU and Tukey's power, `transform="relu-tukey:0.5"`, "before classifier re-training", and leaves
     open when: `when="before"` takes the moments of transformed features, `when="after"` transforms the virtual ones.
-    Measured (docs/calibration.md) the two agree to 0.2 points, and none is better or as good: hence the
+    Measured (docs/reference/calibrators.md) the two agree to 0.2 points, and none is better or as good: hence the
     defaults. The others are Table 8's for CIFAR-10 at alpha <= 0.1.
     """
     if samples < 1:
@@ -393,8 +393,8 @@ def ffc(ridge: float = 0.0, transform: str = "identity", choose: bool = False) -
     r"""The head of least squared error against one-hot labels, in closed form: W = (V + ridge I)^-1 U (Equation 12).
 
     V = sum of z z' and U = sum of z one_hot(y)' over all clients (Equation 9); `ridge` is lambda and acts on sums, as
-    in Equation 12 (as the minimiser of Equation 11 it would be lambda C |D|: see docs/papers.md). Exactly when the
-    old head has a bias, an intercept is fitted and not penalised: the equations are then centred at the mean.
+    in Equation 12 (as the minimiser of Equation 11 it would be lambda C |D|: see docs/explanation/papers.md). Exactly
+    when the old head has a bias, an intercept is fitted and not penalised: the equations are then centred at the mean.
 
     With `choose` the ridge is chosen from the moments: by the error on what the sites hold out, or else by generalised
     cross-validation (`ridge.strength`). Under a prior each class counts as if it had that share of the examples:

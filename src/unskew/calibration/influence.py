@@ -47,6 +47,11 @@ def influences(
 ) -> list[Influence]:
     """How each of several sites moves the head. They are given as a list, or by a function that reads them anew, so
     that one is held at a time beside the sum.
+
+    >>> x, y = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)), torch.arange(200) // 4 % 2
+    >>> sites = [unskew.FeatureStats.of((1 if k < 3 else 100) * x[k::4], y[k::4], 2) for k in range(4)]
+    >>> max(unskew.influences(sites), key=lambda found: found.changed).site
+    'site 3'
     """
     again = sites if callable(sites) else lambda: sites
     summaries: list[Summary] = []

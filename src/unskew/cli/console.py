@@ -37,7 +37,7 @@ from rich.progress import (
 from unskew.errors import shortened
 from unskew.files.writing import Record
 from unskew.specs import without_folders
-from unskew.training.lanes.timetable import Usage
+from unskew.training.engines.lanes.timetable import Usage
 
 PIPE = 160  # columns of what nobody watches, where a table does not need more
 ENDLESS = 100_000

@@ -53,7 +53,7 @@ from unskew.files import limits, locks
 from unskew.files.writing import Record
 from unskew.specs import defaults_of, without_folders
 from unskew.system.stopping import exit_code, heeding
-from unskew.training.lanes.timetable import Usage
+from unskew.training.engines.lanes.timetable import Usage
 
 DEMO = Experiment(
     norm="none", rounds=10, epochs=5, batch=32, calibrate="ccvr,ffc,oracle"
@@ -323,7 +323,16 @@ def _remove_demo(folder: Path) -> None:
         return
     with taken(folder):
         held = asdict(stored(folder))
-        free = {"seed", "cut_seed", "device", "engine", "threads", "model", "lanes", "form"}  # differ between demos
+        free = {
+            "seed",
+            "cut_seed",
+            "device",
+            "engine",
+            "threads",
+            "model",
+            "lanes",
+            "lane_layout",
+        }  # differ between demos
         written = re.compile(
             r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
             r"|(labels|history|per_class|personal)\.png|\..*\.tmp|\.lock"

@@ -32,7 +32,12 @@ _CHUNK = 200_000  # values looked at together; copies that fit the processor's c
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Training and test examples with what is needed to normalise them; made by `dataset` or `load`."""
+    """Training and test examples with what is needed to normalise them; made by `dataset` or `load`.
+
+    >>> data = unskew.load("digits")
+    >>> data.classes, data.channels, data.size, len(data.y), len(data.y_test)
+    (10, 1, 8, 1438, 359)
+    """
 
     name: str
     x: Tensor  # (N, channels, height, width) uint8 or float32, or (N, features) float32

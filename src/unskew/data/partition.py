@@ -27,7 +27,12 @@ ATTEMPTS = 1000  # redraws before a partition gives up on `min_size`
 
 @dataclass(frozen=True)
 class Federation:
-    """A data set and the training examples that each client holds."""
+    """A data set and the training examples that each client holds.
+
+    >>> by_hand = unskew.Federation(unskew.load("digits"), (torch.arange(10), torch.arange(10, 40)))
+    >>> by_hand.sizes
+    (10, 30)
+    """
 
     data: Dataset
     clients: tuple[Tensor, ...]  # indices into data.x, one vector per client
@@ -45,6 +50,9 @@ def federate(data: Dataset, partition: Partition, cut_seed: int = 0, held_out: f
     With `held_out` above 0, for personal models: training and test examples are merged and cut, then each client holds
     out this share of its own, at least one example if it has two (SphereFed, appendix B). What all hold out together
     are the test examples of the federation's data.
+
+    >>> unskew.federate(unskew.load("digits"), unskew.dirichlet(clients=4, alpha=0.5)).sizes
+    (316, 526, 165, 431)
     """
     if held_out == 0:
         parts = partition(data.y.cpu().numpy(), rng(cut_seed, "cut"))
@@ -73,7 +81,12 @@ def table(labels: np.ndarray | Tensor, parts: list[np.ndarray] | tuple[Tensor, .
 
 
 def iid(clients: int) -> Partition:
-    """Equal shares of a random permutation."""
+    """Equal shares of a random permutation.
+
+    >>> parts = unskew.iid(clients=3)(np.repeat([0, 1], 50), np.random.default_rng(0))
+    >>> [len(part) for part in parts]
+    [34, 33, 33]
+    """
 
     def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         _enough(labels, clients, 1)
@@ -124,6 +137,11 @@ def shards(clients: int, per_client: int = 2) -> Partition:
     """Sort by label, cut into `clients * per_client` equal shards, deal each client `per_client` of them.
 
     The cut of McMahan et al. 2017: a client sees about `per_client` classes.
+
+    >>> labels = np.repeat(range(10), 10)
+    >>> parts = unskew.shards(clients=5)(labels, np.random.default_rng(0))
+    >>> [np.unique(labels[part]).tolist() for part in parts]
+    [[1, 2], [5, 6], [4, 8], [0, 3], [7, 9]]
     """
     if per_client < 1:
         raise UsageError(f"per_client is {per_client}: each client needs at least 1 shard")
@@ -144,6 +162,11 @@ def classes(clients: int, per_client: int = 2) -> Partition:
 
     Classes are dealt so that each is held by nearly the same number of clients. Every class must be held by someone:
     `clients * per_client` must be at least the number of classes.
+
+    >>> labels = np.repeat(range(4), 10)
+    >>> parts = unskew.classes(clients=2, per_client=2)(labels, np.random.default_rng(0))
+    >>> [np.unique(labels[part]).tolist() for part in parts]
+    [[0, 2], [1, 3]]
     """
 
     def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
@@ -178,7 +201,12 @@ def classes(clients: int, per_client: int = 2) -> Partition:
 
 
 def quantity(clients: int, alpha: float, min_size: int = 1) -> Partition:
-    """Clients differ in size alone: sizes ~ Dir_K(alpha), labels at random."""
+    """Clients differ in size alone: sizes ~ Dir_K(alpha), labels at random.
+
+    >>> parts = unskew.quantity(clients=3, alpha=0.5)(np.repeat([0, 1], 50), np.random.default_rng(0))
+    >>> [len(part) for part in parts]
+    [23, 29, 48]
+    """
     if not alpha > 0 or not np.isfinite(alpha):
         raise UsageError(f"alpha is {alpha}: it must be a number above 0 (small means very unequal sizes)")
 

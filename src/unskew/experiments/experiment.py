@@ -40,7 +40,14 @@ def _about(default: Any, text: str, allowed: Allowed = ANY) -> Any:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One federated training, and the calibrations made of its model."""
+    """One federated training, and the calibrations made of its model.
+
+    >>> unskew.Experiment(method="fednova+on_sphere", rounds=5).method
+    'fednova+on_sphere'
+    >>> unskew.Experiment(rounds=0)
+    Traceback (most recent call last):
+    unskew.errors.UsageError: rounds is 0: it must be at least 1, and whole
+    """
 
     data: str = _about("digits", "a known data set, an .npz file, or a folder of class folders")
     labels: str = _about("fine", "which labels of cifar100: fine or coarse")
@@ -84,7 +91,7 @@ class Experiment:
         "auto", "sequential, batched, workers (CPU processes) or lanes; auto: the fastest by a measurement"
     )
     lanes: int = _about(0, "how many lanes; 0: what a rehearsal finds fastest", NOT_NEGATIVE)
-    form: str = _about("auto", "of the lanes' step: grouped, fused or apart; auto: the fastest")
+    lane_layout: str = _about("auto", "of the lanes' step: grouped, fused or apart; auto: the fastest")
     precision: str = _about("float32", "of lanes on a GPU: float32, tf32 or bfloat16")
     device: str = _about("auto", "cpu, cuda or cuda:N; auto: a GPU if there is one")
     threads: int = _about(0, "CPU threads; 0: one for small networks, else what torch takes", NOT_NEGATIVE)

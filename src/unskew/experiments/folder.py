@@ -39,7 +39,7 @@ from unskew.models.networks import Split, build, check_memory, linear, linear_of
 from unskew.models.transforms import Transform
 from unskew.models.variants import NormalisedLinear
 from unskew.specs import is_own
-from unskew.training.simulate import Round, Training
+from unskew.training.training import Round, Training
 from unskew.tree import Tree, each, prefix, under
 
 # ---------------------------------------------------------------------------------------------- whose it is
@@ -220,6 +220,13 @@ def load_model(path: str | Path, trust: bool = False) -> Split:
     It takes what `batches` gives: pixel values / 255, less the mean, over the standard deviation of the training
     images. A file can name code that makes its network, file.py:function; that is run only where whoever wrote the
     file is trusted.
+
+    >>> import tempfile
+    >>> short = unskew.Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential")
+    >>> with tempfile.TemporaryDirectory() as out:
+    ...     records = list(unskew.run(short, Path(out, "run")))
+    ...     print(unskew.load_model(Path(out, "run", "calibrated-ffc.safetensors")).classifier)
+    Linear(in_features=64, out_features=10, bias=True)
     """
     tree, metadata = load_sealed(Path(path))
     if "unskew" not in metadata:

@@ -18,8 +18,8 @@ from unskew.files.writing import Record, digest, seal
 from unskew.methods.names import files_of
 from unskew.models.evaluate import Scores
 from unskew.training.costs import recalibration_bytes, traffic
-from unskew.training.engines.choice import Choice
-from unskew.training.simulate import Round, Training
+from unskew.training.engines.auto import Choice
+from unskew.training.training import Round, Training
 
 
 def start_of(experiment: Experiment, training: Training, choice: Choice | None) -> Record:

@@ -26,12 +26,12 @@ from unskew.models.transforms import Transform
 from unskew.seeds import generator, seeded
 from unskew.specs import called, converted, defaults_of, is_own, made, own, parse
 from unskew.system.machine import check_device, threads
-from unskew.training.engines.choice import Choice, pick
-from unskew.training.engines.workers import check_workers, known_engines
-from unskew.training.lanes.dispatch import train_on_lanes
-from unskew.training.lanes.lanes import FORMS, SMALL, precisions
+from unskew.training.engines.auto import Choice, choose_engine
+from unskew.training.engines.lanes.step import LAYOUTS, SMALL, precisions
+from unskew.training.engines.registry import engines
+from unskew.training.engines.workers import check_workers
 from unskew.training.personal import Way, ways
-from unskew.training.simulate import Training
+from unskew.training.training import Training
 
 AUTO_MODELS = ("small-cnn", "cnn")  # for grey images, for others
 
@@ -172,9 +172,9 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
     experiment = replace(experiment, device=device, model=name, calibrate=_calibrate(experiment))
     model = method.variant(network_of(experiment, data), generator(experiment.seed, "variant"))
     small = sum(value.numel() for value in model.parameters()) < SMALL
-    lookup("engine", experiment.engine, {**known_engines, "lanes": train_on_lanes, "auto": pick})
+    lookup("engine", experiment.engine, engines)
     lookup("precision", experiment.precision, precisions)
-    lookup("form", experiment.form, {form: form for form in (*FORMS, "auto")})
+    lookup("lane_layout", experiment.lane_layout, {layout: layout for layout in (*LAYOUTS, "auto")})
     if experiment.engine == "workers":
         check_workers(torch.device(device))
     if experiment.precision != "float32" and experiment.engine == "auto":
@@ -191,15 +191,15 @@ def picked(experiment: Experiment, training: Training) -> tuple[Experiment, Choi
     if not free:
         return experiment, None
     with threads(experiment.threads):
-        choice = pick(training, experiment.precision, experiment.engine)
-    form = choice.form if experiment.form == "auto" else experiment.form
-    experiment = replace(experiment, engine=choice.engine, lanes=choice.lanes, form=form)
+        choice = choose_engine(training, experiment.precision, experiment.engine)
+    layout = choice.layout if experiment.lane_layout == "auto" else experiment.lane_layout
+    experiment = replace(experiment, engine=choice.engine, lanes=choice.lanes, lane_layout=layout)
     return experiment, choice
 
 
 def settled_like(experiment: Experiment, held: Experiment) -> Experiment:
     """The experiment with every "auto" read as `held` has settled it, where it can mean that."""
-    free = {"device": "auto", "engine": "auto", "threads": 0, "lanes": 0, "form": "auto"}
+    free = {"device": "auto", "engine": "auto", "threads": 0, "lanes": 0, "lane_layout": "auto"}
     free |= {"model": "auto"} if held.model in AUTO_MODELS else {}
     free |= {"calibrate": "auto"} if held.calibrate == _calibrate(experiment) else {}
     taken = {name: getattr(held, name) for name, auto in free.items() if getattr(experiment, name) == auto}

@@ -65,13 +65,15 @@ from unskew.models.networks import Split
 from unskew.seeds import generator
 from unskew.specs import parse
 from unskew.system.machine import threads
+from unskew.training.client import at_home
 from unskew.training.costs import statistics_in_papers
-from unskew.training.engine import at_home, installed
-from unskew.training.engines.workers import known_engines
-from unskew.training.lanes.dispatch import program, ranks, train_on_lanes
-from unskew.training.lanes.timetable import Usage
+from unskew.training.engines.lanes.dispatch import ranks
+from unskew.training.engines.lanes.engine import program
+from unskew.training.engines.lanes.timetable import Usage
+from unskew.training.engines.registry import engine_with
+from unskew.training.functional import installed
 from unskew.training.personal import Way, own as own_models, personal_models, score_personal
-from unskew.training.simulate import Diverged, Round, Training, collect_all, rounds_of
+from unskew.training.training import Diverged, Round, Training, collect_all
 
 
 def run(
@@ -82,6 +84,13 @@ def run(
 
     What can't be meant is refused before the folder is made. `progress` hears of a download, as
     `unskew.files.download.fetch` describes; `usage` can be looked at meanwhile.
+
+    >>> import tempfile
+    >>> short = unskew.Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential")
+    >>> with tempfile.TemporaryDirectory() as out:
+    ...     records = list(unskew.run(short, Path(out, "run")))
+    ...     print(sorted(path.name for path in Path(out, "run").glob("*.safetensors")))
+    ['calibrated-ffc.safetensors', 'checkpoint.safetensors', 'model.safetensors']
     """
     with contextlib.ExitStack() as held:
         yield from _run(_Run(experiment, Path(out), resume or ranks()[0] > 0, _Shelf(progress), held), usage or Usage())
@@ -100,16 +109,16 @@ def _run(made: _Run, usage: Usage) -> Iterator[Record]:
         made.meet()
     if rank > 0:  # lends its lanes; the first process writes
         with threads(made.experiment.threads), blaming(made.experiment.method):
-            deque(_rounds(made, usage), maxlen=0)
+            deque(_rounds([made], usage), maxlen=0)
         return
     yield from records
     with (
         contextlib.closing(made), threads(made.experiment.threads), blaming(made.experiment.method),
-        contextlib.closing(_rounds(made, usage)) as rounds,
+        contextlib.closing(_rounds([made], usage)) as rounds,
     ):  # fmt: skip
         found = made.last
         try:
-            for last in rounds:
+            for _, last in rounds:
                 yield made.reached(last)
         except Diverged as error:
             if found is None:
@@ -141,7 +150,9 @@ def _run_together(
         if made.finished:
             yield from ((number, record) for record in made.records)
         else:
-            groups.setdefault((*_lanes_of(made.experiment), *program(made.training)), []).append((number, made))
+            groups.setdefault((*_lanes_of(made.experiment).values(), *program(made.training)), []).append(
+                (number, made)
+            )
     for group in groups.values():
         numbers, runs = zip(*group, strict=True)
         for number, made in group:
@@ -151,7 +162,7 @@ def _run_together(
                 stack.enter_context(contextlib.closing(made))
             stack.enter_context(threads(runs[0].experiment.threads))
             stack.enter_context(blaming(*(made.experiment.method for made in runs)))
-            rounds = _on_lanes(runs, usage)
+            rounds = _rounds(runs, usage)
             lost: Sequence[int] = ()
             try:
                 for which, last in rounds:
@@ -329,30 +340,14 @@ def _training(
     return training
 
 
-def _rounds(made: _Run, usage: Usage) -> Generator[Round, None, None]:
-    """The rounds of a run, by its engine."""
-    training, experiment = made.training, made.experiment
-    if experiment.engine == "lanes":
-        yield from (round for _, round in _on_lanes([made], usage))
-        return
-    usage.begin()
-    for last in rounds_of(training, known_engines[experiment.engine], made.last):
-        usage.useful += sum(map(training.count, last.cohort))
-        yield last
-    usage.end()
+def _rounds(runs: Sequence[_Run], usage: Usage) -> Generator[tuple[int, Round], None, None]:
+    """The rounds of runs, by the engine of the first one."""
+    engine = engine_with(runs[0].experiment.engine, usage, **_lanes_of(runs[0].experiment))
+    yield from engine.rounds([made.training for made in runs], [made.last for made in runs])
 
 
-def _on_lanes(runs: Sequence[_Run], usage: Usage) -> Iterator[tuple[int, Round]]:
-    """The rounds of runs that share lanes, which are as the first one says."""
-    precision, lanes, form = _lanes_of(runs[0].experiment)
-    return train_on_lanes(
-        [made.training for made in runs], resume=[made.last for made in runs], precision=precision,
-        lanes=lanes or None, form=None if form == "auto" else form, usage=usage,
-    )  # fmt: skip
-
-
-def _lanes_of(experiment: Experiment) -> tuple[str, int, str]:
-    return experiment.precision, experiment.lanes, experiment.form
+def _lanes_of(experiment: Experiment) -> dict[str, Any]:
+    return {"count": experiment.lanes, "layout": experiment.lane_layout, "precision": experiment.precision}
 
 
 def _refuse_processes(experiment: Experiment, count: int) -> None:

@@ -27,7 +27,7 @@ from unskew.system.children import Child, Failure, Vigil, devoted, died, failure
 from unskew.system.stopping import Stopped, exit_code, heeding
 
 if TYPE_CHECKING:
-    from unskew.training.lanes.timetable import Usage
+    from unskew.training.engines.lanes.timetable import Usage
 
 
 class Table(NamedTuple):
@@ -122,7 +122,7 @@ def filled(table: Table, out: Path, jobs: int, usage: Usage | None = None) -> It
 
 def _on_lanes(out: Path, todo: list[Item], usage: Usage | None) -> Iterator[Result]:
     from unskew.experiments.runner import run_together
-    from unskew.training.simulate import Diverged
+    from unskew.training.training import Diverged
 
     found: list[list[Record]] = [[] for _ in todo]
     experiments = [experiment for _, experiment in todo]
@@ -142,7 +142,7 @@ def _folder(out: Path, experiment: Experiment) -> Path:
 
 def _one(out: Path, item: Item) -> Result:
     from unskew.experiments.runner import run
-    from unskew.training.simulate import Diverged
+    from unskew.training.training import Diverged
 
     row, experiment = item
     try:

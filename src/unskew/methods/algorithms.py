@@ -26,7 +26,7 @@ from torch import Tensor
 from unskew.errors import NOT_NEGATIVE, PART, POSITIVE, UsageError, check_number, expect
 from unskew.methods.algorithm import Algorithm, Batch, Context, Net, Output, Population, Pull, Work, always
 from unskew.methods.optim import ServerOptimiser, adagrad, adam, momentum, yogi
-from unskew.models.networks import Split, body, head, linear
+from unskew.models.networks import Split, in_classifier, in_features, linear
 from unskew.models.variants import projected
 from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
 
@@ -43,6 +43,9 @@ def fedavg(weight: str = "examples") -> Algorithm:
     Ends where the deltas cancel, sum_k p_k delta_k = 0: with one local step at the optimum; with more beside it, the
     farther the more clients differ and the longer they train, and towards those that take more steps. With a fraction
     of the clients in each round it wanders about there.
+    >>> total = {"delta/w": torch.tensor([6.0]), "weight": torch.tensor(3.0)}  # summed over clients
+    >>> unskew.fedavg().update({"w": torch.zeros(1)}, {}, total)[0]
+    {'w': tensor([2.])}
     """
     if weight not in ("examples", "equal"):
         raise UsageError(f"weight is {weight!r}: allowed are 'examples' (by size) and 'equal' (1 each)")
@@ -64,6 +67,8 @@ def proximal(base: Algorithm, mu: float, only: Callable[[str], bool] = always) -
 
     Ends by the rule of its base, for deltas that are held back: FedAvg's drift gets smaller, not zero. FedNova and
     SCAFFOLD count steps that are held back as fewer: see `optim.effective`.
+    >>> unskew.proximal(unskew.fednova(), mu=0.1).numbers
+    {'proximal': 0.1}
     """
     expect("base", base, Algorithm, CALLED)
     check_number("mu", mu, NOT_NEGATIVE)
@@ -94,6 +99,8 @@ def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") ->
 
     Ends where `base` ends, for there is nothing to add there. An adaptive one gets there if its lr / eps is small, as
     0.1 / 0.1: near the end its step is lr / eps times that of `base`. Else it keeps circling.
+    >>> unskew.server(unskew.fednova(), unskew.momentum(0.9)).init({"w": torch.zeros(1)}, Population(2, 10))
+    {'server/w': tensor([0.])}
     """
 
     expect("base", base, Algorithm, CALLED)
@@ -124,6 +131,9 @@ def fednova(weight: str = "examples") -> Algorithm:
 
     Ends where the directions cancel, sum_k p_k delta_k / a_k = 0: at the optimum but for terms of the order of lr *
     steps, so that a smaller learning rate brings it there, unlike FedAvg when clients' steps differ.
+    >>> total = {"delta/w": torch.tensor([6.0]), "steps/w": torch.tensor([9.0]), "weight": torch.tensor(3.0)}
+    >>> unskew.fednova().update({"w": torch.zeros(1)}, {}, total)[0]
+    {'w': tensor([6.])}
     """
 
     def report(params: Tree, context: Context, work: Work) -> tuple[Tree, Tree]:
@@ -155,6 +165,8 @@ def scaffold(weight: str = "examples") -> Algorithm:
     Ends at the optimum, for any number of local steps, and also with a fraction of the clients in each round: nothing
     moves where c_k is the gradient of f_k and c = 0. The correction is the same in all steps of a client, so that the
     more there are the smaller a learning rate it takes; a larger one diverges where FedAvg would not.
+    >>> unskew.scaffold().init({"w": torch.zeros(1)}, Population(2, 10))
+    {'control/w': tensor([0.]), 'weight': tensor(10.)}
     """
     base = fedavg(weight)
 
@@ -212,6 +224,8 @@ def moon(mu: float = 1.0, tau: float = 0.5, projection: bool = True, weight: str
     no optimum even with one local step: the previous model pushes, while the global one, where z starts, does not pull.
     Where mu is large or features are short it does not end: clients swing from one side of the global model to the
     other, each away from its previous model.
+    >>> unskew.moon(mu=5).numbers
+    {'moon/mu': 5, 'moon/tau': 0.5}
     """
     check_number("mu", mu, NOT_NEGATIVE)
     check_number("tau", tau, POSITIVE)
@@ -250,6 +264,8 @@ def feddyn(alpha: float = 0.01) -> Algorithm:
 
     Ends at the optimum of equal p_k, for any number of local steps, and also with a fraction of the clients in each
     round: nothing moves where h_k is the gradient of f_k and h = 0.
+    >>> unskew.feddyn(alpha=0.1).init({"w": torch.zeros(1)}, Population(2, 10))
+    {'h/w': tensor([0.]), 'clients': tensor(2.)}
     """
     check_number("alpha", alpha, POSITIVE)
     base = proximal(fedavg("equal"), alpha)
@@ -282,6 +298,8 @@ def frozen_head(base: Algorithm) -> Algorithm:
     "BABU" of its tables.
 
     Ends where `base` ends on the problem that is left: the features that serve this classifier.
+    >>> unskew.frozen_head(unskew.fedavg()).frozen("classifier.weight")
+    True
     """
     expect("base", base, Algorithm, CALLED)
     return replace(base, frozen=_or_head(base.frozen))
@@ -289,7 +307,7 @@ def frozen_head(base: Algorithm) -> Algorithm:
 
 @functools.cache
 def _or_head(base: Callable[[str], bool]) -> Callable[[str], bool]:
-    return lambda name: base(name) or head(name)
+    return lambda name: base(name) or in_classifier(name)
 
 
 def on_sphere(base: Algorithm) -> Algorithm:
@@ -299,6 +317,8 @@ def on_sphere(base: Algorithm) -> Algorithm:
     It replaces the criterion alone: what the base adds, such as MOON's penalty, stays.
 
     Ends where `base` ends on that problem, which is not convex, so that there may be several such points.
+    >>> unskew.on_sphere(unskew.fednova()).criterion.__name__
+    'squared_error'
     """
 
     def fits(model: Split, output: Output) -> None:
@@ -313,7 +333,10 @@ def on_sphere(base: Algorithm) -> Algorithm:
 
 
 def mse(base: Algorithm) -> Algorithm:
-    """Squared error against one-hot labels instead of cross entropy (SphereFed's Equation 5 and Table 3)."""
+    """Squared error against one-hot labels instead of cross entropy (SphereFed's Equation 5 and Table 3).
+    >>> unskew.mse(unskew.fedavg()).criterion(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
+    tensor(1.)
+    """
     expect("base", base, Algorithm, CALLED)
     return replace(base, criterion=squared_error)
 
@@ -328,6 +351,8 @@ def ce(base: Algorithm, temperature: float = 1.0) -> Algorithm:
     """Cross entropy of `temperature` times the logits, which are at most 1 on the sphere (SphereFed 4.2 and Table 3).
 
     `temperature` is the paper's tau, a factor. Predictions do not depend on it.
+    >>> unskew.ce(unskew.fedavg(), temperature=8).criterion(torch.tensor([[1.0, 0.0]]), torch.tensor([0])) < 0.001
+    tensor(True)
     """
     expect("base", base, Algorithm, CALLED)
     check_number("temperature", temperature, POSITIVE)
@@ -344,6 +369,8 @@ def keep_local(base: Algorithm, mine: Callable[[str], bool]) -> Algorithm:
 
     Ends where each client's own tensors stay and those that are shared end as `base` says: the optimum is then that of
     sum_k p_k f_k(shared, own_k).
+    >>> unskew.keep_local(unskew.fedavg(), lambda name: "norm" in name).shared("features.norm.weight")
+    False
     """
     expect("base", base, Algorithm, CALLED)
     return replace(base, shared=_except(base.shared, mine))
@@ -358,6 +385,8 @@ def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
     """The classifier learns during the first `share` of the local steps, the features after; see `fedrep`.
 
     Ends by the rule of `base`, with the deltas of such steps.
+    >>> unskew.alternating(unskew.fedavg(), share=0.5).trained("classifier.bias", torch.tensor(0.7))
+    tensor(0.)
     """
     expect("base", base, Algorithm, CALLED)
     check_number("share", share, PART)
@@ -369,7 +398,7 @@ def alternating(base: Algorithm, share: float = 0.5) -> Algorithm:
 def _in_turns(base: Callable[[str, Tensor], Tensor], share: float) -> Callable[[str, Tensor], Tensor]:
     def trained(name: str, progress: Tensor) -> Tensor:
         first = (progress < share).to(progress)
-        return base(name, progress) * (first if head(name) else 1 - first)
+        return base(name, progress) * (first if in_classifier(name) else 1 - first)
 
     return trained
 
@@ -380,59 +409,88 @@ def _in_turns(base: Callable[[str, Tensor], Tensor], share: float) -> Callable[[
 
 
 def fedprox(mu: float = 0.01, base: Algorithm | None = None) -> Algorithm:
-    """FedProx: a proximal term mu/2 ||w - w_start||^2 on all tensors: `proximal(base, mu)`."""
+    """FedProx: a proximal term mu/2 ||w - w_start||^2 on all tensors: `proximal(base, mu)`.
+    >>> unskew.fedprox(mu=0.1, base=unskew.fednova()).numbers
+    {'proximal': 0.1}
+    """
     return proximal(base or fedavg(), mu)
 
 
 def clsprox(mu: float = 0.01, base: Algorithm | None = None) -> Algorithm:
-    """The proximal term on the classifier alone: `proximal(base, mu, only=head)`."""
-    return proximal(base or fedavg(), mu, only=head)
+    """The proximal term on the classifier alone: `proximal(base, mu, only=in_classifier)`.
+    >>> unskew.clsprox(mu=0.1).numbers
+    {'proximal': 0.1}
+    """
+    return proximal(base or fedavg(), mu, only=in_classifier)
 
 
 def fedavgm(beta: float = 0.1, base: Algorithm | None = None) -> Algorithm:
-    """FedAvgM, momentum on the server: `server(base, momentum(beta))`; CCVR 5.1 uses 0.1."""
+    """FedAvgM, momentum on the server: `server(base, momentum(beta))`; CCVR 5.1 uses 0.1.
+    >>> unskew.fedavgm(beta=0.1).init({"w": torch.zeros(1)}, Population(2, 10))
+    {'server/w': tensor([0.])}
+    """
     return server(base or fedavg(), momentum(beta))
 
 
 def fedopt(lr: float = 1.0, beta: float = 0.3, base: Algorithm | None = None) -> Algorithm:
-    """FedOpt, SGD on the server: `server(base, momentum(beta, lr))`; SphereFed's Table 16 uses 1.0 and 0.3."""
+    """FedOpt, SGD on the server: `server(base, momentum(beta, lr))`; SphereFed's Table 16 uses 1.0 and 0.3.
+    >>> unskew.fedopt(lr=0.5).init({"w": torch.zeros(1)}, Population(2, 10))
+    {'server/w': tensor([0.])}
+    """
     return server(base or fedavg(), momentum(beta, lr))
 
 
 def fedadam(
     lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3, base: Algorithm | None = None
 ) -> Algorithm:
-    """FedAdam, Adam on the server: `server(base, adam(...))`."""
+    """FedAdam, Adam on the server: `server(base, adam(...))`.
+    >>> list(unskew.fedadam().init({"w": torch.zeros(1)}, Population(2, 10)))
+    ['server/m/w', 'server/v/w']
+    """
     return server(base or fedavg(), adam(lr, b1, b2, eps))
 
 
 def fedyogi(
     lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3, base: Algorithm | None = None
 ) -> Algorithm:
-    """FedYogi, Yogi on the server: `server(base, yogi(...))`."""
+    """FedYogi, Yogi on the server: `server(base, yogi(...))`.
+    >>> list(unskew.fedyogi(base=unskew.scaffold()).init({"w": torch.zeros(1)}, Population(2, 10)))
+    ['control/w', 'weight', 'server/m/w', 'server/v/w']
+    """
     return server(base or fedavg(), yogi(lr, b1, b2, eps))
 
 
 def fedadagrad(lr: float = 0.01, b1: float = 0.0, eps: float = 1e-3, base: Algorithm | None = None) -> Algorithm:
-    """FedAdagrad, Adagrad on the server: `server(base, adagrad(...))`."""
+    """FedAdagrad, Adagrad on the server: `server(base, adagrad(...))`.
+    >>> list(unskew.fedadagrad().init({"w": torch.zeros(1)}, Population(2, 10)))
+    ['server/m/w', 'server/v/w']
+    """
     return server(base or fedavg(), adagrad(lr, b1, eps))
 
 
 def fedbabu(base: Algorithm | None = None) -> Algorithm:
-    """FedBABU (Oh et al. 2022): `frozen_head(base)`; personal models fine-tune the head afterwards."""
+    """FedBABU (Oh et al. 2022): `frozen_head(base)`; personal models fine-tune the head afterwards.
+    >>> unskew.fedbabu().frozen("classifier.weight")
+    True
+    """
     return frozen_head(base or fedavg())
 
 
 def lg_fedavg(base: Algorithm | None = None) -> Algorithm:
-    """LG-FedAvg (Liang et al. 2020), the features stay with each client: `keep_local(base, body)`."""
-    return keep_local(base or fedavg(), body)
+    """LG-FedAvg (Liang et al. 2020), the features stay with each client: `keep_local(base, in_features)`.
+    >>> [unskew.lg_fedavg().shared(name) for name in ("features.0.weight", "classifier.weight")]
+    [False, True]
+    """
+    return keep_local(base or fedavg(), in_features)
 
 
 def fedrep(share: float = 0.5, base: Algorithm | None = None) -> Algorithm:
     """FedRep (Collins et al. 2021), the head stays with each client and learns before the features:
-    `alternating(keep_local(base, head), share)`.
+    `alternating(keep_local(base, in_classifier), share)`.
+    >>> [unskew.fedrep().shared(name) for name in ("features.0.weight", "classifier.weight")]
+    [True, False]
     """
-    return alternating(keep_local(base or fedavg(), head), share)
+    return alternating(keep_local(base or fedavg(), in_classifier), share)
 
 
 def _share(work: Work, weight: str) -> Tensor:

@@ -46,7 +46,11 @@ from unskew.specs import called, converted, defaults_of, is_own, own, parse
 
 
 class Method(NamedTuple):
-    """A training method."""
+    """A training method.
+
+    >>> unskew.method("fednova+fedprox:mu=0.1").algorithm.numbers
+    {'proximal': 0.1}
+    """
 
     algorithm: Algorithm
     variant: Callable[[Split, torch.Generator], Split]  # the model that it trains, of the network as it was built

@@ -84,6 +84,11 @@ def momentum(beta: float, lr: float = 1.0) -> ServerOptimiser:
     """v <- beta * v + delta; step = lr * v. FedAvgM (Hsu et al. 2019); CCVR 5.1 uses beta = 0.1.
 
     With beta = 0 and lr = 1 it is plain averaging.
+
+    >>> rule = unskew.momentum(beta=0.5)
+    >>> _, state = rule.update({"w": torch.ones(1)}, rule.init({"w": torch.zeros(1)}))
+    >>> rule.update({"w": torch.ones(1)}, state)[0]
+    {'w': tensor([1.5000])}
     """
     check_number("beta", beta, DECAY)
     check_number("lr", lr, POSITIVE)
@@ -96,7 +101,12 @@ def momentum(beta: float, lr: float = 1.0) -> ServerOptimiser:
 
 
 def adagrad(lr: float = 0.01, b1: float = 0.0, eps: float = 1e-3) -> ServerOptimiser:
-    """FedAdagrad: v <- v + delta^2 (Reddi et al. 2021, Algorithm 2; see `adam` for the rest)."""
+    """FedAdagrad: v <- v + delta^2 (Reddi et al. 2021, Algorithm 2; see `adam` for the rest).
+
+    >>> rule = unskew.adagrad(lr=0.1)
+    >>> rule.update({"w": torch.ones(1)}, rule.init({"w": torch.zeros(1)}))[0]
+    {'w': tensor([0.0999])}
+    """
     return _adaptive(lr, b1, eps, lambda v, d: v + d * d)
 
 
@@ -105,6 +115,10 @@ def adam(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3)
 
     Reddi et al. 2021, Algorithm 2, where `eps` is tau and v starts at tau^2. As there, and unlike torch's Adam, nothing
     is corrected for the start, so the first steps are smaller.
+
+    >>> rule = unskew.adam(lr=0.1)
+    >>> rule.update({"w": torch.ones(1)}, rule.init({"w": torch.zeros(1)}))[0]
+    {'w': tensor([0.0990])}
     """
     check_number("b2", b2, DECAY)
     return _adaptive(lr, b1, eps, lambda v, d: b2 * v + (1 - b2) * d * d)
@@ -113,6 +127,10 @@ def adam(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3)
 def yogi(lr: float = 0.01, b1: float = 0.9, b2: float = 0.99, eps: float = 1e-3) -> ServerOptimiser:
     r"""FedYogi: v <- v - (1 - b2) delta^2 sign(v - delta^2) (Reddi et al. 2021, Algorithm 2; see `adam` for the
     rest).
+
+    >>> rule = unskew.yogi(lr=0.1)
+    >>> rule.update({"w": torch.ones(1)}, rule.init({"w": torch.zeros(1)}))[0]
+    {'w': tensor([0.0990])}
     """
     check_number("b2", b2, DECAY)
     return _adaptive(lr, b1, eps, lambda v, d: v - (1 - b2) * d * d * (v - d * d).sign())
@@ -139,17 +157,29 @@ Schedule = Callable[[int, int], float]  # round (from 1), rounds -> factor on th
 
 
 def constant() -> Schedule:
-    """The same learning rate in every round (CCVR)."""
+    """The same learning rate in every round (CCVR).
+
+    >>> unskew.constant()(round=3, rounds=10)
+    1.0
+    """
     return lambda round, rounds: 1.0
 
 
 def cosine() -> Schedule:
-    """Cosine annealing over the rounds, from 1 towards 0 (SphereFed 5.1)."""
+    """Cosine annealing over the rounds, from 1 towards 0 (SphereFed 5.1).
+
+    >>> [round(unskew.cosine()(number, 4), 3) for number in (1, 2, 3, 4)]
+    [1.0, 0.854, 0.5, 0.146]
+    """
     return lambda round, rounds: (1 + math.cos(math.pi * (round - 1) / rounds)) / 2
 
 
 def multistep(milestones: Sequence[float] = (0.4, 0.8), gamma: float = 0.1) -> Schedule:
-    """Times `gamma` after each of these shares of the rounds (SphereFed A.3: every 40 of 100)."""
+    """Times `gamma` after each of these shares of the rounds (SphereFed A.3: every 40 of 100).
+
+    >>> [round(unskew.multistep()(number, 10), 3) for number in (1, 5, 9)]
+    [1.0, 0.1, 0.01]
+    """
     return lambda round, rounds: gamma ** sum(round - 1 >= share * rounds for share in milestones)
 
 

@@ -16,7 +16,12 @@ from unskew.models.running import Runner
 
 @dataclass(frozen=True)
 class Scores:
-    """Counts of (true class, predicted class); scores of parts are added."""
+    """Counts of (true class, predicted class); scores of parts are added.
+
+    >>> scores = unskew.Scores(torch.tensor([[8, 2], [1, 4]]))
+    >>> scores.accuracy, scores.worst_class
+    (0.8, 0.8)
+    """
 
     confusion: Tensor  # (C, C) int64
 
@@ -47,7 +52,12 @@ def batches(
     size: int = 500,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Normalised inputs and labels of some training examples (all unless `rows`), or of the test examples."""
+    """Normalised inputs and labels of some training examples (all unless `rows`), or of the test examples.
+
+    >>> x, y = next(unskew.batches(unskew.load("digits"), test=True, size=100))
+    >>> x.shape, y.shape
+    (torch.Size([100, 1, 8, 8]), torch.Size([100]))
+    """
     x, y = (data.x_test, data.y_test) if test else (data.x, data.y)
     rows = rows if rows is not None else torch.arange(len(y), device=y.device)
     for part in rows.split(size):
@@ -55,7 +65,13 @@ def batches(
 
 
 def score(model: nn.Module, inputs: Iterable[tuple[Tensor, Tensor]], classes: int) -> Scores:
-    """Score a model in eval mode; every module's mode is as before afterwards."""
+    """Score a model in eval mode; every module's mode is as before afterwards.
+
+    >>> data = unskew.load("digits")
+    >>> model = unskew.build("small-cnn", data.classes, data.channels, data.size)
+    >>> unskew.score(model, unskew.batches(data, test=True), data.classes).confusion.sum()
+    tensor(359)
+    """
     total = Scores(torch.zeros(classes, classes, dtype=torch.int64))
     run = Runner(model, steady=False)
     with evaluating(model), torch.no_grad():

@@ -32,14 +32,22 @@ from unskew.seeds import seeded
 # -------- The cut --------
 
 
-def head(name: str) -> bool:
-    """Whether the tensor of this name in a `Split` belongs to its classifier."""
+def in_classifier(name: str) -> bool:
+    """Whether the tensor of this name in a `Split` belongs to its classifier.
+
+    >>> [unskew.in_classifier(name) for name in ("features.0.weight", "classifier.weight")]
+    [False, True]
+    """
     return name.startswith("classifier.")
 
 
-def body(name: str) -> bool:
-    """Whether the tensor of this name in a `Split` belongs to its features."""
-    return not head(name)
+def in_features(name: str) -> bool:
+    """Whether the tensor of this name in a `Split` belongs to its features.
+
+    >>> [unskew.in_features(name) for name in ("features.0.weight", "classifier.weight")]
+    [True, False]
+    """
+    return not in_classifier(name)
 
 
 def linear(classifier: nn.Module) -> nn.Linear:

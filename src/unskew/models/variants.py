@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 def spherical(model: Split, rows: str = "qr", generator: torch.Generator | None = None) -> Split:
     """SphereFed's model: unit-norm features and a fixed, bias-free classifier, its rows placed by `rows`.
 
-    >>> net = spherical(Split(nn.Flatten(), nn.Linear(16, 3)))
+    >>> net = spherical(unskew.Split(nn.Flatten(), nn.Linear(16, 3)))
     >>> net.features(torch.ones(2, 1, 4, 4)).norm(dim=1).round(decimals=4)
     tensor([1., 1.])
     """
@@ -37,7 +37,12 @@ def spherical(model: Split, rows: str = "qr", generator: torch.Generator | None 
 
 
 def unit_features(model: Split) -> Split:
-    """A copy of the model whose features have unit norm: "Norm" in SphereFed's Table 3."""
+    """A copy of the model whose features have unit norm: "Norm" in SphereFed's Table 3.
+
+    >>> net = unskew.unit_features(unskew.Split(nn.Flatten(), nn.Linear(16, 3)))
+    >>> net.features(torch.ones(2, 1, 4, 4)).norm(dim=1).round(decimals=4)
+    tensor([1., 1.])
+    """
     features = nn.Sequential(copy.deepcopy(model.features), Transform("unit"))
     return Split(features, copy.deepcopy(model.classifier), model.layer).train(model.training)
 
@@ -47,6 +52,10 @@ def fixed_classifier(model: Split, rows: str = "qr", generator: torch.Generator 
 
     The classifier is a constant: it needs no gradient, so no engine trains, uploads or averages it. Its rows are drawn
     from `generator`, by default one of a fixed seed, since all clients must have the same.
+
+    >>> rows = unskew.fixed_classifier(unskew.Split(nn.Flatten(), nn.Linear(16, 3))).classifier.weight
+    >>> torch.allclose(rows @ rows.T, torch.eye(3), atol=1e-5)
+    True
     """
     old = linear(model.classifier)
     place = lookup("placement of rows", rows, directions)
@@ -77,7 +86,7 @@ class NormalisedLinear(nn.Linear):
 def clsnorm(model: Split) -> Split:
     """A copy of the model whose classifier is normalised in training and at inference: CCVR's clsnorm (3.3).
 
-    >>> clsnorm(Split(nn.Flatten(), nn.Linear(16, 3))).classifier
+    >>> clsnorm(unskew.Split(nn.Flatten(), nn.Linear(16, 3))).classifier
     NormalisedLinear(in_features=16, out_features=3, bias=False)
     """
     classifier = linear_of(linear(model.classifier).weight, kind=NormalisedLinear)
@@ -89,7 +98,7 @@ def projection(model: Split, width: int = 256, generator: torch.Generator | None
 
     Li, He, Song 2021 put such a head behind every network; CCVR's CNN has one of its own (layers 5 and 6 of Table 6).
 
-    >>> projection(Split(nn.Flatten(), nn.Linear(16, 3)), width=8).dimension
+    >>> projection(unskew.Split(nn.Flatten(), nn.Linear(16, 3)), width=8).dimension
     8
     """
     check_number("width", width, COUNT)

@@ -45,6 +45,11 @@ def collect(
     zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
     `holding_out`. `origin` says what else is known of the data. `watch` is shown the features and the labels of each
     batch, to score a head on the way, say.
+
+    >>> from torch import nn
+    >>> model = unskew.split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.ones(2, 4))
+    >>> unskew.collect(model, [(torch.ones(6, 4), torch.arange(6) % 3)], classes=3, form="pooled").count
+    tensor([2., 2., 2.], dtype=torch.float64)
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     check_number("classes", classes, COUNT)

@@ -12,7 +12,8 @@ twice the median's. One site, however large or far away, can't move these much.
     labels      where a class mean lies on the way from its own class (0) to another (1)
     drift       how far its class means lie from the others', over what chance would do
 
-The limits were measured: docs/trust.md. Honest federations stay far inside them, whatever the mix of classes.
+The limits were measured: docs/explanation/trust.md. Honest federations stay far inside them, whatever the mix of
+classes.
 """
 
 from __future__ import annotations
@@ -89,7 +90,13 @@ def doubts_of(sites: Sequence[Summary]) -> list[Doubt]:
 
 
 def doubts_about(sites: Sequence[FeatureStats]) -> list[Doubt]:
-    """All that is odd about the statistics of some sites, in memory."""
+    """All that is odd about the statistics of some sites, in memory.
+
+    >>> x, y = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)), torch.arange(200) // 4 % 2
+    >>> sites = [unskew.FeatureStats.of((1 if k < 3 else 100) * x[k::4], y[k::4], 2) for k in range(4)]
+    >>> {doubt.site for doubt in unskew.doubts_about(sites) if doubt.severity == "refuse"}
+    {'site 3'}
+    """
     return doubts_of([summary_of(site, f"site {number}") for number, site in enumerate(sites)])
 
 

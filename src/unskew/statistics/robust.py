@@ -62,6 +62,12 @@ def robust_sum(
 ) -> FeatureStats:
     """The robust sum of sites' statistics, given as a list, or by a function that reads them anew: they are gone
     through twice, and one is held at a time.
+
+    >>> x, y = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)), torch.arange(200) // 4 % 2
+    >>> sites = [unskew.FeatureStats.of((1 if k < 3 else 100) * x[k::4], y[k::4], 2) for k in range(4)]
+    >>> plain, robust = sum(sites[1:], sites[0]), unskew.robust_sum(sites)
+    >>> (plain.mean.abs().max() / robust.mean.abs().max()).round()
+    tensor(29., dtype=torch.float64)
     """
     check_number("trim", trim, PART)
     if not (1 <= cap < math.inf and trim <= 0.5):

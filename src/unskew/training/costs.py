@@ -19,12 +19,17 @@ from unskew.methods.algorithm import Algorithm, Context, Population, always
 from unskew.methods.optim import SGD
 from unskew.models.networks import Split
 from unskew.statistics.moments import FeatureStats
-from unskew.training.engine import begin, enter, leave, network, seen, travelling
+from unskew.training.client import begin, enter, leave, seen, travelling
+from unskew.training.functional import network
 from unskew.tree import Tree, pick, prefix
 
 
 class Traffic(NamedTuple):
-    """The tensors that one client receives and sends in a round."""
+    """The tensors that one client receives and sends in a round.
+
+    >>> unskew.Traffic(down={"w": torch.zeros(4)}, up={"w": torch.zeros(2)}).bytes()
+    (16, 8)
+    """
 
     down: Tree
     up: Tree

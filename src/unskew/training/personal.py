@@ -30,9 +30,10 @@ from unskew.models.networks import Split, evaluating
 from unskew.models.variants import NormalisedLinear
 from unskew.seeds import generator
 from unskew.statistics.collecting import collect
-from unskew.training.engine import Cohort, at_home, enter, installed, network, plan, sequential
-from unskew.training.simulate import Diverged, Round
-from unskew.training.sums import plain_sum
+from unskew.training.client import at_home, enter, make_visit
+from unskew.training.functional import installed, network
+from unskew.training.plan import make_plan
+from unskew.training.training import Diverged, Round
 
 
 class Site(NamedTuple):
@@ -94,10 +95,10 @@ def everything(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: flo
     def fit(model: Split, site: Site) -> Split:
         alone = replace(fedavg(), criterion=site.algorithm.criterion, frozen=site.algorithm.frozen, shared=never)
         net, data = network(model), site.federation.data
-        todo = plan(site.rows, batch, site.seed, site.round + 1, site.id, epochs=epochs)
-        cohort = Cohort([site.id], [enter(net, alone, net.tree)], [todo], [len(site.rows)])
-        after = sequential(net, alone, SGD(lr, momentum), data, net.tree, {}, cohort, plain_sum())
-        return installed(model, after.clients[0].own)
+        todo = make_plan(site.rows, batch, site.seed, site.round + 1, site.id, epochs=epochs)
+        visit = make_visit(net, alone, SGD(lr, momentum), data, net.tree, {})
+        visited = visit(site.id, enter(net, alone, net.tree), todo, len(site.rows))
+        return installed(model, visited.client.own)
 
     return fit
 
@@ -119,7 +120,15 @@ ways: dict[str, Callable[..., Way]] = {"own": own, "head": head, "all": everythi
 def personal_models(
     model: Split, federation: Federation, algorithm: Algorithm, last: Round, way: Way, seed: int = 0
 ) -> Iterator[Split]:
-    """The personal model of each client in turn, after the last round of training `model`."""
+    """The personal model of each client in turn, after the last round of training `model`.
+
+    >>> data = unskew.load("digits")
+    >>> federation = unskew.federate(data, unskew.iid(4), held_out=0.2)
+    >>> model = unskew.build("small-cnn", data.classes, data.channels, data.size)
+    >>> last = next(unskew.train(model, federation, unskew.fedbabu(), rounds=1, steps=1))
+    >>> len(list(unskew.personal_models(model, federation, unskew.fedbabu(), last, ffc())))
+    4
+    """
     if not callable(way):
         raise UsageError(f"way is {way!r}: give one of its functions, such as head(), everything(), ffc() or own()")
     if way is _as_it_stands and not at_home(network(model), algorithm, last.params):
@@ -132,12 +141,17 @@ def personal_models(
         site = Site(id, federation, algorithm, last.number, seed)
         made = way(installed(model, {**last.params, **kept}), site)
         if not all(torch.isfinite(value).all() for value in made.parameters()):
-            raise Diverged(f"the personal model of client {id} left the numbers: lower its learning rate")
+            raise Diverged(f"the personal model of client {id} is NaN or infinite: lower its learning rate")
         yield made
 
 
 class Personal(NamedTuple):
-    """How the clients' personal models do on what each holds out."""
+    """How the clients' personal models do on what each holds out.
+
+    >>> one, other = unskew.Scores(torch.eye(2, dtype=torch.int64)), unskew.Scores(torch.tensor([[1, 1], [0, 2]]))
+    >>> unskew.Personal((one, other)).mean
+    0.875
+    """
 
     scores: tuple[Scores, ...]  # one a client
 
@@ -163,7 +177,13 @@ class Personal(NamedTuple):
 
 
 def score_personal(models: Iterator[Split], federation: Federation) -> Personal:
-    """Score each client's model on what that client holds out."""
+    """Score each client's model on what that client holds out.
+
+    >>> federation = unskew.federate(unskew.load("digits"), unskew.iid(4), held_out=0.2)
+    >>> model = unskew.build("small-cnn", classes=10, channels=1, size=8)
+    >>> len(unskew.score_personal(iter([model] * 4), federation).by_client)
+    4
+    """
     if not any(map(len, federation.tests)):
         raise UsageError("the clients hold nothing out: cut the data by federate(..., held_out=0.15)")
     data = federation.data

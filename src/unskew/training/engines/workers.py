@@ -19,11 +19,11 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -33,8 +33,9 @@ from unskew.errors import COUNT, UsageError, check_number
 from unskew.methods.algorithm import Client
 from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.system.machine import threads
-from unskew.training.engine import Engine, Visited, added_up, alone, engines, noted
-from unskew.training.simulate import Round, Trainer, Training
+from unskew.training.client import Visited, make_visit
+from unskew.training.engines.protocol import Resume, next_round, one_at_a_time
+from unskew.training.training import Outcome, Round, Training
 from unskew.tree import Tree, each, pick, prefix, under
 
 REMEDY = "use --engine sequential, in Python engine=sequential"
@@ -42,7 +43,13 @@ REMEDY = "use --engine sequential, in Python engine=sequential"
 
 @dataclass(frozen=True)
 class Workers:
-    """An engine for the CPU with `processes` workers; None: one for each core that this process may use."""
+    """An engine for the CPU with `processes` workers; None: one for each core that this process may use.
+
+    >>> federation = unskew.federate(unskew.load("digits"), unskew.iid(clients=2))
+    >>> given = unskew.build("small-cnn", 10, 1, 8), federation, unskew.fedavg()
+    >>> [round.number for round in unskew.train(*given, rounds=2, steps=1, engine=unskew.Workers(processes=2))]
+    [1, 2]
+    """
 
     processes: int | None = None
 
@@ -50,8 +57,11 @@ class Workers:
         if self.processes is not None:
             check_number("processes", self.processes, COUNT)
 
-    def rounds(self, run: Training, resume: Round | None = None) -> Iterator[Round]:
-        """The rounds of a training; its workers end when this iterator does."""
+    def rounds(self, trainings: Sequence[Training], resume: Resume = None) -> Iterator[tuple[int, Round]]:
+        """The rounds of several trainings, one training after the other; workers end when this iterator does."""
+        return one_at_a_time(self._rounds, trainings, resume)
+
+    def _rounds(self, run: Training, resume: Round | None) -> Iterator[Round]:
         check_workers(run.federation.data.y.device)
         count = min(int(self.processes or len(os.sched_getaffinity(0))), len(run.ids(1)))
         with threads(1):
@@ -59,11 +69,8 @@ class Workers:
         with _hired(run, count) as crew:
             while last.number < run.rounds:
                 with threads(1):
-                    last = _next(run, crew, last)
+                    last = next_round(partial(_train_round, crew), run, last)
                 yield last
-
-
-known_engines: dict[str, Engine | Trainer] = {**engines, "workers": Workers()}  # by name; lanes take many runs
 
 
 def check_workers(device: torch.device) -> None:
@@ -171,14 +178,8 @@ def _forking() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _next(run: Training, crew: Sequence[Worker], last: Round) -> Round:
-    """The round that follows."""
-    began, number = time.perf_counter(), last.number + 1
-    ids = run.ids(number)
-    with noted(f"in round {number} of {run.rounds}"):
-        visits = _visits(run, crew, last, ids)
-        outcome = added_up(run.net, run.algorithm, last.params, last.state, ids, visits, run.sum)
-    return run.after(last, ids, outcome, began)
+def _train_round(crew: Sequence[Worker], run: Training, last: Round, ids: Sequence[int]) -> Outcome:
+    return run.aggregate(last, ids, _visits(run, crew, last, ids))
 
 
 def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[int]) -> Iterator[Visited]:
@@ -260,5 +261,5 @@ def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared, puls
 def _trained(run: Training, number: int, id: int, server: Tree, client: Client) -> Visited:
     """A client's work in a round."""
     params, sent = under("params", server), under("sent", server)
-    visit = alone(run.net, run.algorithm, run.sgd(number), run.federation.data, params, sent)
+    visit = make_visit(run.net, run.algorithm, run.sgd(number), run.federation.data, params, sent)
     return visit(id, client, run.plan(number, id), run.federation.sizes[id])

@@ -1,0 +1,232 @@
+"""What one client does in a round, whichever engine trains it.
+
+`local_step` is the one training step of the project. `enter`, `leave` and `settle` are what surrounds it: a client's
+first visit, its upload, the server's update. `make_visit` puts them together. Engines differ only in who holds the
+client axis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value
+
+from unskew.data.datasets import Crops, Dataset, gather, normalise
+from unskew.errors import UsageError
+from unskew.methods.algorithm import Algorithm, Batch, Client, Context, Work, learning, unpulled
+from unskew.methods.optim import SGD
+from unskew.training.functional import Network
+from unskew.training.plan import Plan
+from unskew.tree import Tree, add, each, pick, prefix, scale, sub, under, zeros
+
+
+class Local(NamedTuple):
+    """A client in the middle of its work."""
+
+    model: Tree
+    velocity: Tree
+    steps: Tree  # taken so far, per learnable tensor
+    loss: Tensor  # summed over the steps so far
+
+
+def begin(net: Network, algorithm: Algorithm, start: Tree) -> Local:
+    """A client that holds its model and has done nothing."""
+    velocity = zeros(pick(start, _trainable(net, algorithm)))
+    counter = next(iter(start.values())).new_zeros(())
+    return Local(start, velocity, dict.fromkeys(velocity, counter), counter)
+
+
+LocalStep = Callable[[Local, Batch, Context, Tensor, SGD], Local]
+
+
+def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
+    """One step of SGD of one client: criterion + penalty -> gradient -> correct -> pull -> momentum -> new weights."""
+    trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
+
+    def step(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: SGD) -> Local:
+        constant = pick(local.model, lambda name: not trainable(name) and name not in net.moving)
+
+        def objective(learnt: Tree) -> tuple[Tensor, Tree]:
+            written = each(torch.clone, pick(local.model, net.moving.__contains__))  # by the forward pass
+            model = {**constant, **learnt, **written}
+            output = net(model, batch.x, train=True)
+            loss = algorithm.criterion(output.logits, batch.y)
+            return loss + algorithm.penalty(net, model, batch, output, context), pick(model, moves)
+
+        learnt = pick(local.model, trainable)
+        grads, (loss, moving) = grad_and_value(objective, has_aux=True)(learnt)
+        grads = algorithm.correct(grads, local.model, context)
+        if not isinstance(grads, dict) or {k: g.shape for k, g in grads.items()} != {
+            k: w.shape for k, w in learnt.items()
+        }:
+            raise UsageError(
+                "an algorithm's `correct` must return a gradient of the same shape for every name that it got"
+            )
+        if algorithm.pull is not unpulled:
+            for name, mu in _pulls(algorithm, grads, context).items():
+                if isinstance(mu, Tensor) or mu:
+                    grads = {**grads, name: grads[name] + mu * (learnt[name] - context.start[name])}
+        velocity = sgd.velocity(grads, learnt, local.velocity)
+        moved = sgd.step(learnt, velocity)
+        steps = each(lambda count: count + 1, local.steps)
+        if algorithm.trained is not learning:  # tensors that rest now keep value, velocity and count
+            gate = {name: algorithm.trained(name, progress) > 0 for name in learnt}
+            moved = each(torch.where, gate, moved, learnt)
+            velocity = each(torch.where, gate, velocity, local.velocity)
+            steps = each(torch.where, gate, steps, local.steps)
+        return Local(
+            {**local.model, **moved, **each(torch.detach, moving)},
+            velocity,
+            steps,
+            local.loss + loss.detach(),
+        )
+
+    return step
+
+
+def _pulls(algorithm: Algorithm, names: Iterable[str], context: Context) -> dict[str, float | Tensor]:
+    """How strongly each tensor is drawn to its start."""
+    return {name: algorithm.pull(name, context) for name in names}
+
+
+# An algorithm's init, enroll, report and update see learnable, shared tensors only; running statistics and tensors that
+# stay at home are handled here.
+
+
+def enter(net: Network, algorithm: Algorithm, tree: Tree) -> Client:
+    """A client on its first visit."""
+    return Client(at_home(net, algorithm, tree), algorithm.enroll(seen(net, algorithm, tree), tree))
+
+
+def seen(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
+    """The tensors that an algorithm works on: learnable, not frozen, shared."""
+    trainable = _trainable(net, algorithm)
+    return pick(tree, lambda name: trainable(name) and algorithm.shared(name))
+
+
+def travelling(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
+    """What a client receives of the model in a round: all that changes and is shared."""
+    return pick(tree, lambda name: _changes(net, algorithm, name) and algorithm.shared(name))
+
+
+def at_home(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
+    """What stays with a client of its model: all that changes and is not shared."""
+    return pick(tree, lambda name: _changes(net, algorithm, name) and not algorithm.shared(name))
+
+
+def leave(
+    net: Network, algorithm: Algorithm, sgd: SGD, local: Local, context: Context, examples: Tensor
+) -> tuple[Tree, Client]:
+    """The upload of a client that has finished, and what stays with it."""
+    pulls = _pulls(algorithm, local.steps, context)
+    work = Work(examples, local.steps, sgd.lr, sgd.momentum, pulls, local.model)
+    upload, memory = _pair("report", algorithm.report(seen(net, algorithm, local.model), context, work))
+    moves = _moving(net, algorithm)
+    statistics = sub(pick(local.model, lambda name: moves(name) and algorithm.shared(name)), context.start)
+    upload = {**upload, **prefix("statistics", scale(statistics, examples)), "examples": examples}
+    return upload, Client(at_home(net, algorithm, local.model), memory)
+
+
+def settle(net: Network, algorithm: Algorithm, tree: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
+    """The server's update; running statistics move by their mean change, so that a constant buffer stays exact."""
+    before = seen(net, algorithm, tree)
+    new, state = _pair("update", algorithm.update(before, state, total))
+    if new.keys() != before.keys():
+        raise UsageError("an algorithm's `update` must return a value for every tensor that it got, and no others")
+    changes = scale(under("statistics", total), 1 / total["examples"])
+    return {**tree, **new, **add(changes, tree)}, state
+
+
+def _pair(name: str, made: object) -> tuple[Tree, Tree]:
+    """Refuse what is not two trees of tensors."""
+    fits = isinstance(made, tuple) and len(made) == 2 and all(isinstance(tree, dict) for tree in made)
+    if not fits or not all(isinstance(value, Tensor) for tree in made for value in tree.values()):  # type: ignore[attr-defined]
+        raise UsageError(f"an algorithm's `{name}` must return two dictionaries of tensors, such as (upload, memory)")
+    return made  # type: ignore[return-value]
+
+
+def _trainable(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
+    return lambda name: name in net.learnable and not algorithm.frozen(name)
+
+
+def _moving(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
+    return lambda name: name in net.moving and not algorithm.frozen(name)
+
+
+def _changes(net: Network, algorithm: Algorithm, name: str) -> bool:
+    return (name in net.learnable or name in net.moving) and not algorithm.frozen(name)
+
+
+# ---------------------------------------------------------------------------------------------- a whole visit
+
+
+class Visited(NamedTuple):
+    """What a client has done in a round."""
+
+    upload: Tree
+    client: Client  # what stays with it
+    loss: float  # mean over its steps
+
+
+Visit = Callable[[int, Client, Plan, int], Visited]
+
+
+def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visit:
+    """A client's whole work in a round, as a function: `visit(id, client, plan, examples)`."""
+    step = local_step(net, algorithm)
+
+    def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:
+        context = Context(params, {**params, **client.own}, sent, client.memory, algorithm.numbers)
+        local, count = begin(net, algorithm, context.start), len(todo.rows)
+        with seeded_noise(todo.noise, params):
+            for t in range(count):
+                with noted(f"while training client {id}, step {t + 1} of {count}"):
+                    batch = batch_of(data, any_tensor(params).dtype, todo.rows[t], crops_at(todo.crops, t))
+                    local = step(local, batch, context, tensor_like(params, t / count), sgd)
+        upload, client = leave(net, algorithm, sgd, local, context, tensor_like(params, size))
+        return Visited(upload, client, local.loss.item() / max(count, 1))
+
+    return visit
+
+
+def batch_of(data: Dataset, dtype: torch.dtype, rows: Tensor, crops: Crops | None) -> Batch:
+    """Examples gathered, augmented and normalised in a precision, for one client or for several."""
+    return Batch(normalise(gather(data.x, rows, crops), data.mean, data.std, dtype), data.y[rows])
+
+
+def crops_at(crops: Crops | None, index: int | tuple[slice, int]) -> Crops | None:
+    """How the examples of one batch are cropped."""
+    return None if crops is None else Crops(crops.shift[index], crops.flip[index])
+
+
+def any_tensor(params: Tree) -> Tensor:
+    """A tensor of the model: its precision and device are those of all."""
+    return next(iter(params.values()))
+
+
+def tensor_like(params: Tree, value: float | list[int]) -> Tensor:
+    """A number, or several, in the model's precision and on its device."""
+    return torch.tensor(value, dtype=any_tensor(params).dtype, device=any_tensor(params).device)
+
+
+@contextlib.contextmanager
+def seeded_noise(seed: int, params: Tree) -> Iterator[None]:
+    """Seed the layers that draw for themselves, and leave the global generators as they were."""
+    device = any_tensor(params).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def noted(place: str) -> Iterator[None]:
+    """Say where a failure happened."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(place)
+        raise

@@ -1,0 +1,203 @@
+"""The texts do what they say: every block of code in README and docs/ runs, and links lead somewhere.
+
+The blocks of a page run from top to bottom, in one folder. How they are marked:
+
+* `python`: run; the blocks of a page share their names. With a title (`python title="net.py"`) it is a file instead.
+* `bash` and `console` (`site$ unskew ...`): a command a line. With a title (`bash title="needs a GPU"`) commands are
+  only checked: the command and its options exist, and their values are of the right type.
+* `text`: what somebody sees. Nothing else is allowed.
+"""
+
+import importlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import unskew as package
+from helpers.commands import unskew
+from helpers.pictures import KINDS, folder_of
+from unskew.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = [*PAGES, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").rglob("*.md"))]
+NET = """
+from torch import nn
+
+def build(classes=3):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(6), nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, classes))
+"""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    title: str | None
+    text: str
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks_of(path: Path) -> list[Block]:
+    found = re.findall(r'(?ms)^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', path.read_text(encoding="utf-8"))
+    return [Block(language, title or None, text) for language, title, text in found]
+
+
+def commands_in(block: Block) -> list[list[str]]:
+    """The words of each command, without comments; who types it does not matter."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    typed = [line.partition("$ ")[2] if block.language == "console" else line for line in lines]
+    return [words for line in typed if (words := shlex.split(line, comments=True))]
+
+
+# ---------------------------------------------------------------------------------------------- what pages find
+
+
+def site(folder: Path) -> None:
+    """A federation's files: a model, its weights, the names of its classes, images."""
+    (folder / "net.py").write_text(NET)
+    (folder / "names.txt").write_text("\n".join(KINDS))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        save_file(runpy.run_path(str(folder / "net.py"))["build"]().state_dict(), folder / "global.safetensors")
+    for seed, name in enumerate(("a", "b", "c", "test", "my_images")):
+        folder_of(folder / name, 60, seed)
+
+
+def site_with_task(folder: Path) -> None:
+    """The same, and a task."""
+    site(folder)
+    words = "task --model net.py:build --weights global.safetensors --labels names.txt --image-size 32 --hold-out 0.2"
+    assert unskew(*words.split()).code == 0
+
+
+WAITING = {"docs/guides/own-transport.md": "serve"}  # pages that need a public name which is still to come
+
+
+SCENES: dict[str, Callable[[Path], None]] = {
+    "README.md": site,
+    "docs/guides/calibrate.md": site,
+    "docs/guides/signed-files.md": site_with_task,
+}
+
+
+# ---------------------------------------------------------------------------------------------- running them
+
+
+def run(words: list[str], folder: Path) -> None:
+    """Run a command as the page has it, in this process where that is possible."""
+    words = [str(found) for word in words
+             for found in (sorted(path.name for path in folder.glob(word)) if "*" in word else [word])]  # fmt: skip
+    program, *rest = words
+    if program == "unskew":
+        answer = unskew(*rest)
+        assert answer.code == 0, f"{shlex.join(words)}: {answer.err}"
+    elif program == "python":
+        runpy.run_path(rest[0], run_name="__main__")
+    elif program == "make":
+        assert re.search(rf"(?m)^{rest[0]}:", (ROOT / "Makefile").read_text())
+    elif program in ("mkdir", "cp"):
+        subprocess.run(words, check=True, cwd=folder)
+    else:
+        assert program in ("git", "cd", "pip"), f"what is {program}?"
+
+
+def check(words: list[str]) -> None:
+    """Check a command without running it."""
+    if "unskew" in words:
+        *_, rest = (words[place + 1 :] for place, word in enumerate(words) if word == "unskew")
+        app.commands[rest[0]].make_context(rest[0], rest[1:])
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if blocks_of(path)], ids=name_of)
+def test_blocks_run(path: Path, tmp_path: Path, monkeypatch) -> None:
+    if name_of(path) in WAITING and WAITING[name_of(path)] not in package.__all__:
+        pytest.skip(f"there is no unskew.{WAITING[name_of(path)]} yet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    SCENES.get(name_of(path), lambda folder: None)(tmp_path)
+    names = {"__name__": "page"}
+    before = set(sys.modules)
+    for number, block in enumerate(blocks_of(path)):
+        if block.language == "python" and not block.title:
+            exec(compile(block.text, f"{name_of(path)}, block {number}", "exec"), names)
+        elif block.language in ("python", "toml"):
+            assert block.title, "a file needs a name"
+            (tmp_path / block.title).write_text(block.text)
+            importlib.invalidate_caches()
+        elif block.language in ("bash", "console"):
+            for words in commands_in(block):
+                check(words) if block.title else run(words, tmp_path)
+        else:
+            assert block.language == "text", f"block {number} is {block.language or 'of no language'}: say what it is"
+    for name in set(sys.modules) - before:  # those that lay in the folder
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+# ---------------------------------------------------------------------------------------------- reading them
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```$", "", path.read_text(encoding="utf-8"))
+    for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        found = path.parent / target if target else path
+        assert found.exists(), f"points to {target}"
+        if anchor and found.suffix == ".md" and not anchor.startswith("unskew."):
+            headings = re.findall(r"(?m)^#+ (.*)$", found.read_text(encoding="utf-8"))
+            assert anchor in {slug(heading) for heading in headings}, f"points to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_files_that_are_named_are_there(path: Path) -> None:
+    named = re.findall(
+        r"(?<![\w/])(?:src|tests|docs|benchmarks|results|unskew)/[\w/.-]+\.(?:py|md|pyi)\b", path.read_text("utf-8")
+    )
+    places = {name: (ROOT / name, ROOT / "src" / name) for name in named}
+    assert [name for name, where in places.items() if not any(place.exists() for place in where)] == []
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+
+
+def options_of(command: click.Command) -> set[str]:
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    names = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+    return names.union(*map(options_of, below), {"--help"})
+
+
+FOREIGN = {"--nproc-per-node", "--mutants", "--kills", "--seed", "--json-report"}  # torchrun's, the adversary's
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_every_option_in_a_text_is_an_option(path: Path) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", path.read_text(encoding="utf-8")))
+    assert named <= options_of(app) | FOREIGN | {"--strict", "--trained"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_prose_is_no_wider_than_a_page(path: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```$|^<!-- figures.*", "", path.read_text(encoding="utf-8"))
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_every_page_is_in_the_contents() -> None:
+    contents = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert [page for page in pages if f": {page}\n" not in contents] == []
