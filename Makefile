@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TESTS  := -n 2 --dist worksteal
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .PHONY: help demo test test-all test-models test-adversary bench docs format mutants golden wheel clean
@@ -17,14 +18,14 @@ test: $(VENV)/.developing  ## formatting, lint, types and tests: under 6 minutes
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest $(TESTS) -m "not slow"
 
 test-all: $(VENV)/.developing  ## the same, with the large products of cases and the wheel
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(TESTS)
 	$(MAKE) test-models
 	$(MAKE) wheel
 
@@ -32,7 +33,7 @@ test-adversary: $(VENV)/.developing  ## 20,000 mutated files, lying sites, 200 k
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m adversary --mutants 20000 --kills 200 --out $(CURDIR)/docs/explanation/promises.md
 
 test-models: build/models/.installed  ## what needs torchvision, timm, transformers or pyarrow, in an environment of its own
-	build/models/bin/python -m pytest -n 2 tests/models/test_zoo.py tests/models/test_foreign.py tests/models/test_foreign_preparation.py tests/data/test_images.py tests/data/test_sites.py
+	build/models/bin/python -m pytest $(TESTS) tests/models/test_zoo.py tests/models/test_foreign.py tests/models/test_foreign_preparation.py tests/data/test_images.py tests/data/test_sites.py
 
 build/models/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/models

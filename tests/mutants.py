@@ -39,6 +39,7 @@ class Mutant(NamedTuple):
 STATISTICS, DOUBTS = "statistics/test_statistics.py", "statistics/test_doubts.py"
 SCRUTINY = "statistics/test_scrutiny.py"
 HEADS, RIDGE = "calibration/test_heads.py", "calibration/test_ridge.py"
+SELECTION = "calibration/test_selection.py"
 ENGINE, EQUATIONS = "training/test_engine.py", "methods/test_equations.py"
 ANSWERS, TASKS = "conversation/test_answers.py", "conversation/test_tasks.py"
 AGREEMENT = "conversation/test_agreement.py"
@@ -85,26 +86,29 @@ MUTANTS = [
            "for doubt in doubts if doubt.severity == IMPOSSIBLE and doubt.site not in accepted]\n",
            f"{DOUBTS} -k cant_be_accepted"),
     Mutant("statistics", "(1 + 1 / site.free) + 1 / site.free)", "(1 + 1 / site.free))", SCRUTINY),
-    Mutant("statistics", "        others[number] = 0\n", "", f"{DOUBTS} -k two_sites"),
+    Mutant("statistics", "        others[number] = 0\n", "", SCRUTINY),
     # ------------------------------------------------------------------------------------------ heads
     Mutant("calibration", "torch.maximum((samples * share).round(), present.double())", "(samples * share).round()",
-           HEADS),
-    Mutant("calibration", "alpha=growth / (faded * count))", "alpha=growth / (faded * batch))", HEADS),
-    Mutant("calibration", "else prior * stats.classes", "else prior", HEADS),
-    Mutant("calibration", "head.bias[~absent].mean() - NEVER", "head.bias[~absent].mean()", HEADS),
-    Mutant("calibration", "alone = 0.5 if", "alone = 1.0 if", HEADS),
+           f"{HEADS} -k proportion"),
+    Mutant("calibration", "alpha=growth / (faded * count))", "alpha=growth / (faded * batch))",
+           f"{HEADS} -k obvious_loop"),
+    Mutant("calibration", "else prior * stats.classes", "else prior", f"{SELECTION} -k prior"),
+    Mutant("calibration", "head.bias[~absent].mean() - NEVER", "head.bias[~absent].mean()", f"{HEADS} -k nobody_has"),
+    Mutant("calibration", "alone = 0.5 if", "alone = 1.0 if", f"{HEADS} -k only_class"),
     Mutant("calibration", 'weight @ stats.scatter if stats.form == "class"',
-           'stats.scatter.sum(0) if stats.form == "class"', HEADS),
-    Mutant("calibration", "prior.to(stats.count) * (stats.count > 0)", "prior.to(stats.count)", HEADS),
-    Mutant("calibration", "not in (None, weights_digest(model)):", "not in (None, total.origin.weights):", HEADS),
+           'stats.scatter.sum(0) if stats.form == "class"', f"{SELECTION} -k prior"),
+    Mutant("calibration", "prior.to(stats.count) * (stats.count > 0)", "prior.to(stats.count)",
+           f"{SELECTION} -k prior"),
+    Mutant("calibration", "not in (None, weights_digest(model)):", "not in (None, total.origin.weights):",
+           f"{HEADS} -k other_weights"),
     Mutant("calibration", "noise[:, : some.stop], factor[some, : some.stop].T", "noise[:, some], factor[some, some].T",
-           HEADS),
+           f"{HEADS} -k virtual_features"),
     # ------------------------------------------------------------------------------------------ ridge
-    Mutant("calibration", " - float(share.any()), 0.0)", ", 0.0)", RIDGE),
+    Mutant("calibration", " - float(share.any()), 0.0)", ", 0.0)", f"{RIDGE} -k strength"),
     Mutant("calibration", "return ridge * equations(stats, intercept)", "return ridge * equations(kept, intercept)",
-           RIDGE),
-    Mutant("calibration", "(held.mean - mean) @ vectors", "held.mean @ vectors", RIDGE),
-    Mutant("calibration", "values > tolerance * values[-1]", "values > 0", f"{RIDGE} {HEADS}"),
+           f"{RIDGE} -k strength"),
+    Mutant("calibration", "(held.mean - mean) @ vectors", "held.mean @ vectors", f"{RIDGE} -k strength"),
+    Mutant("calibration", "values > tolerance * values[-1]", "values > 0", f"{HEADS} {RIDGE} -k singular"),
     # ------------------------------------------------------------------------------------------ other calibrators
     Mutant("calibration", "_log_prior(given) - (weight * (stats.mean + centre))", "_log_prior(given) - (weight * "
            "stats.mean)", "calibration/test_discriminants.py"),
@@ -113,12 +117,12 @@ MUTANTS = [
     Mutant("calibration", "smoothing * float(overall.max())", "smoothing * float(overall.mean())",
            "calibration/test_discriminants.py"),
     Mutant("calibration", "share = total if prior is None else prior * (total > 0)",
-           "share = total if prior is None else prior", "calibration/test_selection.py"),
+           "share = total if prior is None else prior", f"{SELECTION} -k old_head_stays"),
     Mutant("calibration", "calibrator.apart and sites < 3", "calibrator.apart and sites < 2",
-           "calibration/test_selection.py"),
+           f"{SELECTION} -k candidates"),
     Mutant("calibration", "self.mean + opposite.mean", "self.mean - opposite.mean",
            f"{ANSWERS} calibration/test_selection.py"),
-    Mutant("calibration", ".mean(1).sqrt()", ".sqrt().mean(1)", "calibration/test_selection.py"),
+    Mutant("calibration", ".mean(1).sqrt()", ".sqrt().mean(1)", f"{SELECTION} -k separation"),
     # ------------------------------------------------------------------------------------------ training
     Mutant("training", "size + torch.arange(-size % batch)", "torch.arange(-size % batch)", ENGINE),
     Mutant("training", "scale(statistics, examples)", "statistics", f"{ENGINE} {EQUATIONS}"),

@@ -112,6 +112,7 @@ def test_calibration_on_nvflare(tmp_path, python_with_nvflare):
     files = sorted(run.glob("*.stats"))
     assert [file.name for file in files] == ["site-1.stats", "site-2.stats", "site-3.stats"]
     assert [file.stat().st_size for file in files] == sent
+    assert len(list(run.glob("*.answer"))) == 3
     assert total_of(files).count.sum() == 1297
     trained = torch.load(run / "app_server" / "FL_global_model.pt")["model"]
     assert changed(trained, torch.load(run / "calibrated.pt")) == {"head.weight", "head.bias"}

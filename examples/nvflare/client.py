@@ -1,7 +1,6 @@
-"""A site, by NVFlare's Client API. All that calibration adds to a training script is the task `statistics`."""
+"""A site, by NVFlare's Client API. All that calibration adds to a training script is the task `calibrate`."""
 
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
 
 import nvflare.client as flare
 import torch
@@ -21,14 +20,16 @@ def train(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
             optimizer.step()
 
 
-def statistics(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The bytes of the file that `unskew stats` would write: sums over the site's examples, no example itself."""
-    model = unskew.split(net, example=x[:2])  # finds the classification layer by a forward pass
-    stats = unskew.collect(model, [(x, y)], classes=10, form="pooled")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "site.stats"
-        stats.save(file)
-        return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+def replies(x: torch.Tensor, y: torch.Tensor) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """What the site replies to the server's requests, as bytes: sums over its examples, then counts."""
+    sent = []
+
+    def reply(net: nn.Module, request: torch.Tensor) -> torch.Tensor:
+        model = unskew.split(net, example=x[:2])  # finds the classification layer by a forward pass
+        sent.append(unskew.reply(request.numpy().tobytes(), model, [(x, y)], *sent[:1]))
+        return torch.frombuffer(bytearray(sent[-1].to_bytes()), dtype=torch.uint8)
+
+    return reply
 
 
 def main() -> None:
@@ -38,15 +39,17 @@ def main() -> None:
     number = int(flare.get_site_name().removeprefix("site-"))  # the simulator calls them site-1, site-2, ...
     torch.manual_seed(number)
     x, y = parts()[number - 1]
-    net = Net()
+    net, reply = Net(), replies(x, y)
     while flare.is_running():
-        net.load_state_dict(flare.receive().params)
+        params = flare.receive().params
+        request = params.pop("request", None)
+        net.load_state_dict(params)
         if flare.is_train():
             train(net, x, y)
             steps = {"NUM_STEPS_CURRENT_ROUND": len(y)}  # what FedAvg weighs sites by
             flare.send(flare.FLModel(params=net.state_dict(), meta=steps))
-        elif flare.get_task_name() == "statistics":
-            flare.send(flare.FLModel(params={"file": statistics(net, x, y)}))
+        elif flare.get_task_name() == "calibrate":
+            flare.send(flare.FLModel(params={"reply": reply(net, request)}))
 
 
 if __name__ == "__main__":

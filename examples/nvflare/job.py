@@ -44,7 +44,8 @@ def main() -> None:
     before = torch.load(run / "app_server" / "FL_global_model.pt", weights_only=True)["model"]
     after = torch.load(run / "calibrated.pt", weights_only=True)
     sizes = ", ".join(str(file.stat().st_size) for file in sorted(run.glob("*.stats")))
-    print(f"each site sent {sizes} bytes once")
+    print((run / "calibrated.txt").read_text().splitlines()[0])
+    print(f"each site sent {sizes} bytes once, and its counts")
     print(f"accuracy {accuracy(before):.1%} -> {accuracy(after):.1%}; the weights are in {run / 'calibrated.pt'}")
 
 

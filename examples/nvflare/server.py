@@ -1,5 +1,6 @@
-"""A workflow to put behind any training: it asks each site for its statistics once, and calibrates."""
+"""A workflow to put behind any training: NVFlare carries the conversation that calibrates the model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,26 +15,26 @@ from unskew.models.cutting import rejoined
 
 
 class Calibrate(ModelController):
-    """Send the trained model with the task `statistics`; write the sites' files and `calibrated.pt` into the run."""
+    """Ask sites for statistics, then for answers to heads; write what they send, and `calibrated.pt`, into the run."""
 
     def run(self) -> None:
         """All that the server does."""
         # Where the workflow before has left it; `self.load_model()` would give the model as it was before training.
         params = self.fl_ctx.get_prop(AppConstants.GLOBAL_MODEL)[ModelLearnableKey.WEIGHTS]
-        clients = self.sample_clients()
-        answers = self.send_model_and_wait("statistics", FLModel(params=params), targets=clients)
-        if len(answers) < len(clients):  # NVFlare stops the job, but not this method
-            raise RuntimeError(f"{len(answers)} of {len(clients)} sites answered")
-
-        folder = Path(self.get_run_dir())
-        sites = []
-        for answer in answers:
-            file = folder / f"{answer.meta['client_name']}.stats"
-            file.write_bytes(answer.params["file"].tobytes())
-            sites.append(unskew.FeatureStats.load(file))  # refused if it is damaged
-
-        net = Net()
+        net, folder, sites = Net(), Path(self.get_run_dir()), self.sample_clients()
         net.load_state_dict({name: torch.as_tensor(value) for name, value in params.items()})
+
+        def ask(request: unskew.Request) -> Iterator[tuple[str, bytes]]:
+            said = torch.frombuffer(bytearray(request.to_bytes()), dtype=torch.uint8).numpy()
+            kind = "stats" if isinstance(request, unskew.Task) else "answer"
+            for reply in self.send_model_and_wait(
+                "calibrate", FLModel(params={**params, "request": said}), targets=sites
+            ):
+                site, content = reply.meta["client_name"], reply.params["reply"].tobytes()
+                (folder / f"{site}.{kind}").write_bytes(content)
+                yield site, content
+
         model = unskew.split(net, example=torch.zeros(2, 64))
-        calibrated = unskew.calibrate(model, sites)  # refused if a site had other weights
-        torch.save(rejoined(calibrated, net), folder / "calibrated.pt")
+        result = unskew.talk(unskew.serve(model, sites), ask)
+        (folder / "calibrated.txt").write_text(str(result))
+        torch.save(rejoined(result.model, net), folder / "calibrated.pt")

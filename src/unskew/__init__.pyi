@@ -10,6 +10,16 @@ from unskew.calibration.heads import (
     oracle as oracle,
 )
 from unskew.calibration.influence import influences as influences
+from unskew.conversation.messages import Fault as Fault, Reply as Reply, Request as Request
+from unskew.conversation.protocol import (
+    Result as Result,
+    in_process as in_process,
+    reply as reply,
+    serve as serve,
+    talk as talk,
+)
+from unskew.conversation.roster import Roster as Roster
+from unskew.conversation.tasks import Task as Task
 from unskew.data.datasets import Dataset as Dataset, dataset as dataset, load as load
 from unskew.data.partition import (
     Federation as Federation,

@@ -129,8 +129,8 @@ def test_the_held_out_part_is_of_the_sum_whatever_the_sites():
     sites = [with_held_out(z[i::4], y[i::4], 3, 0.25, "class") for i in range(4)]
     total = added(sites)
     assert total.held_out.count.sum() == sum(site.held_out.count.sum() for site in sites)
-    assert total.kept.count + total.held_out.count == pytest.approx(total.count.numpy())
-    assert (total.kept.gram + total.held_out.gram) == pytest.approx(total.gram.numpy(), abs=1e-9)
+    assert total.without_held_out.count + total.held_out.count == pytest.approx(total.count.numpy())
+    assert (total.without_held_out.gram + total.held_out.gram) == pytest.approx(total.gram.numpy(), abs=1e-9)
 
 
 def test_noise_can_not_break_the_solution():

@@ -7,6 +7,7 @@ from sklearn.linear_model import Ridge
 from torch import nn
 
 from helpers.features import data, old, parts
+from unskew.calibration.discriminants import lda
 from unskew.calibration.heads import calibrate, ccvr, ffc
 from unskew.calibration.selection import BEST, calibrator_of, calibrators, candidates, chosen, separation
 from unskew.errors import UsageError
@@ -66,6 +67,15 @@ def test_ffc_under_a_prior_is_weighted_ridge_regression(bias):
     targets = (y[:, None] == torch.arange(4)).double()
     theirs = Ridge(0.7, fit_intercept=bias).fit(z, targets, sample_weight=weight.numpy())
     assert head(z).detach().numpy() == pytest.approx(theirs.predict(z), abs=1e-8)
+
+
+@pytest.mark.parametrize("make", [ffc, lda])
+def test_a_prior_s_share_of_a_class_that_nobody_has_goes_to_the_others(make):
+    z, y = data()
+    stats = FeatureStats.of(z[y != 2], y[y != 2], 4)
+    shares = (torch.tensor([1.0, 2.0, share, 3.0]) for share in (0.0, 5.0))
+    without, given = (make()(stats, old(), torch.Generator(), prior) for prior in shares)
+    assert given(z).detach().numpy() == pytest.approx(without(z).detach().numpy(), abs=1e-9)
 
 
 def test_from_pooled_moments_a_prior_is_exact_where_classes_share_their_covariance():

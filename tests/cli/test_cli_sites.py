@@ -16,12 +16,12 @@ from torch import nn
 from helpers.commands import ENVIRONMENT, unskew
 from unskew.calibration.heads import ffc
 from unskew.cli.shared import FORMS, PRECISIONS
-from unskew.conversation.answers import answer_text, read_answer
+from unskew.conversation.answers import read_answer
 from unskew.conversation.heads_file import opened
 from unskew.files.writing import save_sealed
 from unskew.models.cutting import split
 from unskew.statistics.collecting import collect
-from unskew.statistics.header import head_of
+from unskew.statistics.header import read_header
 from unskew.statistics.moments import FeatureStats
 
 NET = """
@@ -147,7 +147,7 @@ def test_the_size_is_said_and_a_budget_is_kept(work, held_out):
         if budget < min(sizes.values()) + spare:
             continue
         assert written("--budget", str(budget)) <= budget
-        head = head_of(work / "b.stats")
+        head = read_header(work / "b.stats")
         richer = rungs[: rungs.index((head.form, head.precision))]
         assert all(sizes[rung] > budget - spare for rung in richer)
     held = ("--hold-out", "0.3") if held_out else ()
@@ -204,7 +204,7 @@ def test_no_harm(work):
 
     told = read_answer(work / answers[0])
     right = {name: told.total if name == "old" else [0] * 4 for name in told.right}
-    (work / "skewed.answer").write_text(answer_text(told._replace(right=right)))
+    (work / "skewed.answer").write_text(told._replace(right=right).sealed().to_bytes().decode())
     answer = unskew("calibrate", *MODEL, *validated[:-3], "skewed.answer", "--out", "same.safetensors")
     assert "The old head stays" in answer.out
     old, same = load_file("global.safetensors"), load_file("same.safetensors")
@@ -250,7 +250,9 @@ def test_what_is_scored_as_held_out_was_held_out(work):
             if share == "0.5":  # seen on the site already, and on the server too
                 assert "as held out, but the statistics of site_" in answer.err
                 told = read_answer(work / f"0.2_{number}.answer")
-                (work / answers[-1]).write_text(answer_text(told._replace(total=[2 * n for n in told.total])))
+                (work / answers[-1]).write_text(
+                    told._replace(total=[2 * n for n in told.total]).sealed().to_bytes().decode()
+                )
         validated = ("--stats", *files, "--heads", "h.safetensors", "--validate", *answers)
         answer = unskew("calibrate", *MODEL, *validated, "--out", f"{share}.safetensors")
         if share == "0.2":
@@ -363,7 +365,7 @@ def test_a_new_head_in_one_round(work):
 @pytest.mark.parametrize("transform", ["unit+fourier:300:7", *(slow(name) for name in ("unit", "relu-tukey:0.5"))])
 def test_a_transform_travels_with_files_weights_and_programs(work, transform):
     files = collected("--transform", transform)
-    assert head_of(work / files[0]).transform.startswith(transform)
+    assert read_header(work / files[0]).transform.startswith(transform)
     options = ("--out", "better.safetensors", "--export", "model.pt2", "--calibrator", "ffc:choose=true")
     answer = unskew("calibrate", *MODEL, "--stats", *files, *options)
     assert answer.code == 0, answer.err
@@ -410,7 +412,7 @@ def test_priors(work):
 
 def test_held_out_parts_choose_the_ridge(work):
     files = collected("--hold-out", "0.25")
-    assert all(20 < head_of(work / path).held_out < 40 for path in files)
+    assert all(20 < read_header(work / path).held_out < 40 for path in files)
     answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors", "--calibrator", "ffc:choose=true")
     assert answer.code == 0, answer.err
     assert re.search(
@@ -418,7 +420,7 @@ def test_held_out_parts_choose_the_ridge(work):
     )
     assert accuracy("x.safetensors") > accuracy("global.safetensors") + 0.2
     answer = unskew("evaluate", *MODEL, "--data", "site_0.npz", "--hold-out", "0.25", "--json")
-    assert json.loads(answer.out)["model"]["examples"] == head_of(work / files[0]).held_out
+    assert json.loads(answer.out)["model"]["examples"] == read_header(work / files[0]).held_out
 
 
 def test_inspect_shows_and_warns(work):
@@ -641,7 +643,7 @@ def test_heads_are_scored_on_what_they_have_not_seen(work):
     held = ("--data", "noise.npz", "--hold-out", "0.4", "--heads", "h.safetensors", "--json")
     found = json.loads(unskew("evaluate", *model, *held).out)
     assert found["ffc"]["accuracy"] < 0.65
-    assert found["ffc"]["examples"] == head_of(work / "n.stats").held_out
+    assert found["ffc"]["examples"] == read_header(work / "n.stats").held_out
 
 
 def test_tables_with_columns_in_another_order_are_refused(work):
@@ -814,7 +816,7 @@ def test_a_sum_keeps_all_that_the_files_have(work):
         without = load_file("x.safetensors")["2.weight"]
         both = unskew("calibrate", *MODEL, "--stats", *files, *options, "--sum", "sum.stats")
         assert alone.code == both.code == 0, both.err
-        assert head_of(work / "sum.stats").form == "class"
+        assert read_header(work / "sum.stats").form == "class"
         assert torch.equal(load_file("x.safetensors")["2.weight"], without)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from helpers.commands import unskew
 from helpers.pictures import KINDS, MEAN, STD, folder_of, pixels, write_network
 from unskew.cli.main import app
-from unskew.statistics.header import head_of
+from unskew.statistics.header import read_header
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors")
 PREPARED = (*MEAN, *STD)
@@ -64,10 +64,10 @@ def test_what_the_old_head_gets_right_is_told_and_stays(work):
     assert "layer 3; the old head gets " in answer.out
     assert " of 90 right, which stays here" in answer.out
     assert "check" not in answer.err
-    assert head_of(work / "a.stats").right is None
+    assert read_header(work / "a.stats").right is None
     sent = stats(*PREPARED, "--send-score")
     assert "right, which the file tells" in sent.out
-    right = head_of(work / "a.stats").right
+    right = read_header(work / "a.stats").right
     assert f"the old head gets {right} of 90 right" in sent.out
     assert 30 < right <= 90
     shown = unskew("inspect", "a.stats").out
@@ -137,7 +137,7 @@ def test_images_are_prepared_as_options_say(work):
         large.save(path)
     options = ("--resize", "8", "--crop", "6", "--interpolation", "bicubic", "--channels", "1")
     stats(*PREPARED, *options)
-    assert head_of(work / "a.stats").origin.preparation == (
+    assert read_header(work / "a.stats").origin.preparation == (
         "pixels/255 resize=8 crop=6 interpolation=bicubic channels=1 mean=0.5 std=0.1"
     )
     for wrong, message in (

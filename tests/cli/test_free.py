@@ -93,8 +93,8 @@ def test_what_cannot_be_written_is_refused_before_the_work_and_nothing_stays(wor
     def working(*_, **__):
         raise AssertionError("it has begun to work")
 
-    for place in ("heads_file.opened", "opening.open_site", "data.load", "opening.site_data", "experiments.runner.run",
-                  "experiments.parts.load"):  # fmt: skip
+    for place in ("conversation.heads_file.opened", "conversation.opening.open_site", "data.datasets.load",
+                  "conversation.opening.site_data", "experiments.runner.run", "experiments.resolve.load"):  # fmt: skip
         monkeypatch.setattr(f"unskew.{place}", working)
     others = {"run": ("run",), "demo": ("demo",), "table": ("table", "digits")}
     arguments, option = COMMANDS[command][:2] if command in COMMANDS else (others[command], "--out")

@@ -12,12 +12,12 @@ from torch import nn
 
 from helpers.features import features
 from unskew.calibration.selection import chosen, deciding
-from unskew.conversation.answers import Answer, added, answer_text, owners_of, read_answer, read_answers
-from unskew.conversation.heads_file import read_heads, write_heads
+from unskew.conversation.answers import Answer, added, owners_of, read_answer, read_answers
+from unskew.conversation.heads_file import heads_bytes, read_heads
 from unskew.errors import DataError
 from unskew.models.networks import Split
 from unskew.statistics.file import load, save, save_sum, total_of
-from unskew.statistics.header import head_of
+from unskew.statistics.header import read_header
 from unskew.statistics.moments import FeatureStats
 
 ANSWER = Answer("h" * 64, "s" * 64, 32 * "a", False, [3, 0, 5, 2], {"old": [1, 0, 5, 2], "ffc": [3, 0, 4, 0]})
@@ -37,15 +37,15 @@ def damaged(path, words="site_a.answer: "):
 
 
 def test_an_answer_is_read_as_it_was_written(path):
-    path.write_text(answer_text(ANSWER))
+    path.write_text(ANSWER.sealed().to_bytes().decode())
     found = read_answer(path)
     assert found._replace(digest="") == ANSWER
-    assert answer_text(found) == path.read_text()
+    assert found.sealed().to_bytes().decode() == path.read_text()
 
 
 def test_its_digest_is_what_the_docs_say(path):
     """The line without two of its fields: another language could do it."""
-    text = answer_text(ANSWER)
+    text = ANSWER.sealed().to_bytes().decode()
     assert text.count("\n") == 1
     assert " " not in text
     values = json.loads(text)
@@ -59,14 +59,14 @@ def test_its_digest_is_what_the_docs_say(path):
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True))
 def test_an_answer_that_was_cut_is_refused(path, place):
-    text = answer_text(ANSWER)
+    text = ANSWER.sealed().to_bytes().decode()
     path.write_text(text[: int(place * len(text))])
     damaged(path)
 
 
 def resealed(changes):
     """A line whose digest fits, with other values."""
-    values = json.loads(answer_text(ANSWER)) | changes
+    values = json.loads(ANSWER.sealed().to_bytes().decode()) | changes
     covered = {name: value for name, value in values.items() if name not in ("digest", "signature")}
     line = json.dumps(covered, sort_keys=True, separators=(",", ":")) + "\n"
     values["digest"] = hashlib.sha256(line.encode()).hexdigest()
@@ -102,7 +102,7 @@ def test_other_texts_are_refused(path, spoilt):
 
 
 def test_there_is_one_way_to_write_it(path):
-    text = answer_text(ANSWER)
+    text = ANSWER.sealed().to_bytes().decode()
     values = json.loads(text)
     for other in (
         text[:-1], text + "\n", " " + text, text.replace(",", ", "), json.dumps(values) + "\n", "\ufeff" + text,
@@ -134,17 +134,17 @@ class Federation:
         self.propose(self.stats)
 
     def propose(self, stats):
-        write_heads(self.folder / "heads.st", self.model, {"new": nn.Linear(6, 4)}, stats)
+        (self.folder / "heads.st").write_bytes(heads_bytes(self.model, {"new": nn.Linear(6, 4)}, stats))
         self.heads = read_heads(self.folder / "heads.st", self.model)
 
     def answer(self, number, name=None, **changes):
         """The answer of a site that has scored all that it has, and got nothing right."""
         stats = load(self.files[number], "none")
         total = [int(n) for n in stats.count]
-        made = Answer(self.heads.digest, head_of(self.files[number]).digest, None, False, total,
+        made = Answer(self.heads.digest, read_header(self.files[number]).digest, None, False, total,
                       {"old": [0] * 4, "new": [0] * 4})._replace(**changes)  # fmt: skip
         path = self.folder / f"{name or number}.answer"
-        path.write_text(answer_text(made))
+        path.write_text(made.sealed().to_bytes().decode())
         return path
 
     def read(self, *paths, files=None, parts=None):

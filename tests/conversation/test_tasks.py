@@ -12,7 +12,7 @@ from helpers.pictures import MEAN, STD, folder_of, write_network
 from unskew.conversation.tasks import Task, file_in, load, placed, save, task_of, with_file
 from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError
-from unskew.statistics.header import head_of
+from unskew.statistics.header import read_header
 from unskew.statistics.moments import FeatureStats
 
 MODEL = ("--model", "net.py:build", "--weights", "global.safetensors", "--labels", "names.txt")
@@ -156,7 +156,7 @@ def test_to_say_the_same_again_is_no_contradiction(work):
          "--transform", "unit", "--labels", "names.txt", "--model", "elsewhere/net.py:build", "--weights",
          "elsewhere/global.safetensors", "--form", "pooled")  # fmt: skip
     done("stats", *SHARED, "--data", "a", "--out", "b.stats")
-    assert head_of(work / "a.stats").origin == head_of(work / "b.stats").origin
+    assert read_header(work / "a.stats").origin == read_header(work / "b.stats").origin
 
 
 def test_statistics_that_are_not_of_the_task_are_refused(work):
@@ -185,7 +185,7 @@ def test_what_is_scored_of_other_data(work):
     heads = ("--heads", "heads.safetensors", "--json")
     some, all = (json.loads(done("evaluate", *SHARED, "--data", "a", *heads, *options).out)["old"]["examples"]
                  for options in ((), ("--hold-out", "0")))  # fmt: skip
-    assert (some, all) == (head_of(work / "a.stats").held_out, 60)
+    assert (some, all) == (read_header(work / "a.stats").held_out, 60)
 
 
 def test_a_task_is_checked_as_far_as_that_is_possible(work):

@@ -58,7 +58,11 @@ def timed(command, out):
     return finished(command, out), time.monotonic() - began
 
 
-@pytest.mark.parametrize("engine", METHODS)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("engine", [slow("sequential"), slow("batched"), "workers", "lanes"])
 def test_a_killed_run_ends_as_an_unbroken_one(data, tmp_path, engine):
     command = run_of(options_of(data, engine))
     whole, took = timed(command, tmp_path / "whole")
@@ -67,7 +71,7 @@ def test_a_killed_run_ends_as_an_unbroken_one(data, tmp_path, engine):
     assert kills  # else the test has not done its work
 
 
-@pytest.mark.parametrize("engine", ["sequential", "lanes"])
+@pytest.mark.parametrize("engine", [slow("sequential"), "lanes"])
 def test_a_killed_table_ends_as_an_unbroken_one_and_its_processes_with_it(data, tmp_path, engine):
     command = table_of(small(data, engine))
     whole, took = timed(command, tmp_path / "whole")
@@ -98,7 +102,7 @@ def wait_for(true, limit=60):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [slow(signal.SIGTERM), signal.SIGINT])
 def test_a_table_that_is_told_to_stop_keeps_what_its_runs_have_reached(data, tmp_path, sent):
     command = table_of(small(data, rounds=3000))
     process = command.start(tmp_path / "out", tmp_path / "errors")
@@ -141,8 +145,13 @@ def halfway(words, errors, folder):
     _in_child(words, errors, None)
 
 
-@pytest.mark.parametrize("command", ["stats", "calibrate", "evaluate", "run"])
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("command", "sent"),
+    [
+        *zip(("stats", "calibrate", "evaluate", "run"), 2 * (signal.SIGTERM, signal.SIGINT), strict=True),
+        *map(slow, ("stats", "calibrate", "evaluate", "run"), 2 * (signal.SIGINT, signal.SIGTERM)),
+    ],
+)
 def test_other_commands_leave_nothing_half_written(tmp_path, monkeypatch, command, sent):
     monkeypatch.chdir(tmp_path)
     write_network(tmp_path)
@@ -191,13 +200,13 @@ def test_a_worker_that_stands_still_is_named(ragged):
 def test_a_worker_that_thinks_for_long_is_no_stone(ragged):
     """As long as it lives it may take its time, in Python or in a library."""
 
-    def slow(logits, labels):
+    def thinking(logits, labels):
         until = time.monotonic() + 1.5
         while time.monotonic() < until:
             torch.randn(300, 300).mm(torch.randn(300, 300))
         return fedavg().criterion(logits, labels)
 
-    method = replace(fedavg(), criterion=slow)
+    method = replace(fedavg(), criterion=thinking)
     with limits.changed("silence=1"):
         assert list(train(toy_model(), ragged, method, rounds=1, steps=1, batch=8, engine=Workers(2)))
 

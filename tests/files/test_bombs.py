@@ -54,6 +54,11 @@ BOMBS: dict[str, tuple[Callable[[Path], Path], str]] = {
 }  # fmt: skip
 
 
+def test_what_is_taken_is_measured() -> None:
+    assert peak("len(bytes(3 * 10**8).replace(b'a', b'b'))")[1] > 0.25
+    assert peak("len(bytes(10**3))")[1] < 0.05
+
+
 def test_pt_files_take_no_more_than_they_hold(tmp_path: Path) -> None:
     for number, (make, _) in enumerate(BOMBS.values()):
         assert make(tmp_path / f"{number}.pt").stat().st_size < 2 * 10**6

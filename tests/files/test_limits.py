@@ -19,7 +19,7 @@ from unskew.errors import DataError, UsageError
 from unskew.files import limits, untrusted as files
 from unskew.files.writing import load_tree, metadata_of
 from unskew.models.weights import read_weights
-from unskew.statistics.header import head_of
+from unskew.statistics.header import read_header
 from unskew.training.engines.auto import _read
 
 DOCS = SOURCE.parents[1] / "docs"
@@ -96,7 +96,7 @@ def test_a_refusal_names_the_file_the_value_the_limit_and_the_remedy(tmp_path: P
 # ---------------------------------------------------------------------------------------------- opening
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "text": files.read_text, "json": files.read_json, "toml": files.read_toml, "task": load, "statistics": head_of,
+    "text": files.read_text, "json": files.read_json, "toml": files.read_toml, "task": load, "statistics": read_header,
     "tree": load_tree, "metadata": metadata_of, "weights": read_weights, "npz": readers.npz,
     "idx": lambda path: readers.idx(path, 3),
     "archive": lambda path: readers.contents(path), "image": images.is_grey,
@@ -247,7 +247,7 @@ def test_headers_of_safetensors_that_do_not_fit_are_refused_by_all_who_read_them
     tmp_path, header, content, words
 ) -> None:
     path = tensors(tmp_path / "a.safetensors", header, content)
-    for reader in (load_tree, metadata_of, head_of):
+    for reader in (load_tree, metadata_of, read_header):
         with pytest.raises(DataError, match=re.escape(words)) as error:
             reader(path)
         assert str(error.value).startswith(f"{path}: ")

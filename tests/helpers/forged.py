@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pickle
-import subprocess
 import sys
+import tempfile
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import unskew
+from helpers.commands import PATHS, _forked
 
 SOURCE = Path(unskew.__file__).parent
 
@@ -45,13 +48,21 @@ def peak(code: str, *arguments: object) -> tuple[str, float]:
         "except errors.DataError as error:\n    print('REFUSED', error)\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e6)\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", start % code, *map(str, arguments)], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(SOURCE.parent), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    *text, taken = answer.stdout.strip().splitlines()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"PYTHONPATH": PATHS}):
+        told = Path(folder, "told")
+        process = _forked.Process(target=_printed, args=(start % code, [str(one) for one in arguments], told))
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0, told.read_text()
+        *text, taken = told.read_text().strip().splitlines()
     return "\n".join(text), float(taken)
+
+
+def _printed(code: str, arguments: list[str], told: Path) -> None:
+    """Run code in a process of its own, its output to a file."""
+    with told.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        sys.argv[1:] = arguments
+        exec(compile(code, "peak", "exec"), {})
 
 
 class Storage:

@@ -291,7 +291,12 @@ SPHERICAL = {
 UNIT = {"unit_features": (mse(fednova()), Rule("directions", frozen="bias"))}  # here the head learns
 
 
-@pytest.mark.parametrize("name", [*SPHERICAL, *UNIT])
+FIRST = ("fednova, on sphere", "unit_features", "moon", "proximal moon, frozen head")  # `make test` takes these alone
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in (*SPHERICAL, *UNIT)]
+)
 def test_on_a_sphere_nothing_is_left_over(name):
     algorithm, rule = {**SPHERICAL, **UNIT}[name]
     model = unit_features(anchored()) if name in UNIT else spherical(anchored())
@@ -322,7 +327,9 @@ MOONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MOONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in MOONS]
+)
 def test_with_moon_s_penalty_nothing_is_left_over(name):
     """FedAvg's rule, each client's previous model being what it trains there."""
     algorithm, rule = MOONS[name]

@@ -32,7 +32,7 @@ from unskew.errors import DataError, UsageError
 from unskew.files import signing
 from unskew.statistics.file import load, save, save_sum, total_of
 from unskew.statistics.fingerprints import part_of, same_data
-from unskew.statistics.header import PRECISIONS, head_of
+from unskew.statistics.header import PRECISIONS, read_header
 from unskew.statistics.moments import FORMS, REDUCES, FeatureStats
 from unskew.statistics.origin import Origin
 
@@ -61,7 +61,7 @@ def signed_file(path, stats, key):
 
 def refused(path, sites, message, kind=DataError):
     with pytest.raises(kind, match=message) as refusal:
-        signing.check_signed(path, head_of(path).signed, sites)
+        signing.check_signed(path, read_header(path).signed, sites)
     assert path.name in str(refusal.value)
 
 
@@ -163,7 +163,7 @@ def test_a_signed_file_is_read_added_and_measured_like_any_other(tmp_path, stats
     path = signed_file(tmp_path / "x.stats", stats, key)
     assert path.stat().st_size == size_of(stats, signer="site_a")
     assert load(path).mean.equal(stats.mean)
-    head = head_of(path)
+    head = read_header(path)
     assert (head.site, head.origin.nonce) == ("site_a", NONCE)
     signing.check_signed(path, head.signed, signing.read_sites(tmp_path / "keys"))
     with safe_open(path, "pt") as file:
@@ -190,7 +190,7 @@ def test_whoever_has_no_key_is_refused_and_it_is_said_why(tmp_path, stats):
     (tmp_path / "keys" / "mallory.pub").unlink()
     sites = signing.read_sites(tmp_path / "keys")
     good = signed_file(tmp_path / "good.stats", stats, site_a)
-    signing.check_signed(good, head_of(good).signed, sites)
+    signing.check_signed(good, read_header(good).signed, sites)
     save(stats, tmp_path / "bare.stats")
     refused(tmp_path / "bare.stats", sites, "not signed")
     stranger = signed_file(tmp_path / "stranger.stats", stats, mallory)
@@ -200,17 +200,17 @@ def test_whoever_has_no_key_is_refused_and_it_is_said_why(tmp_path, stats):
     renamed = signed_file(tmp_path / "renamed.stats", stats, site_a._replace(name="site_b"))
     refused(renamed, sites, "signed as site_b, but with the key of site_a")
     other = signed_file(tmp_path / "other.stats", replace(stats, right=7), site_a)
-    moved = with_metadata(good, tmp_path / "moved.stats", signature=head_of(other).signature)
+    moved = with_metadata(good, tmp_path / "moved.stats", signature=read_header(other).signature)
     refused(moved, sites, "the signature is not site_a's")
     later = with_metadata(good, tmp_path / "later.stats", nonce=32 * "b")
     refused(later, sites, "the signature is not site_a's .* another task")
-    answer = signing.signature_of(site_a, "answer", NONCE, head_of(good).digest)
+    answer = signing.signature_of(site_a, "answer", NONCE, read_header(good).digest)
     pasted = with_metadata(good, tmp_path / "pasted.stats", signature=answer)
     refused(pasted, sites, "another kind of file")
     named = with_metadata(good, tmp_path / "named.stats", site="site_b")
     refused(named, sites, "the signature is not site_b's")
     with pytest.raises(DataError, match="site is None, but a signature is there"):
-        head_of(with_metadata(good, tmp_path / "nobody.stats", site=None))
+        read_header(with_metadata(good, tmp_path / "nobody.stats", site=None))
 
 
 def test_a_site_sends_one_file(tmp_path, stats):
@@ -220,7 +220,7 @@ def test_a_site_sends_one_file(tmp_path, stats):
     one = signed_file(tmp_path / "one.stats", stats, site_a)
     two = signed_file(tmp_path / "two.stats", replace(FeatureStats.of(z, y, 4), origin=stats.origin), site_a)
     with pytest.raises(DataError, match=r"two.stats: a second statistics of site_a, beside .*one.stats"):
-        signing.check_senders([(path, head_of(path).signed) for path in (one, two)], sites)
+        signing.check_senders([(path, read_header(path).signed) for path in (one, two)], sites)
     with pytest.raises(DataError, match=r"two.stats: signed by site_a, whose statistics .*one.stats has already"):
         total_of([one, two])  # also where nobody has keys
     save_sum(total_of([one]), tmp_path / "sum.stats")
@@ -259,7 +259,7 @@ def test_the_same_data_are_found_in_any_form_and_precision(tmp_path, sample):
     paths = list(variants(sample, tmp_path))
     for one in paths:
         for two in paths:
-            common = [form for form in FORMS if all(form in REDUCES[head_of(path).form] for path in (one, two))]
+            common = [form for form in FORMS if all(form in REDUCES[read_header(path).form] for path in (one, two))]
             with pytest.raises(DataError, match="the same data as"):
                 total_of([one, two], common[0])
     found = inspected(paths)["warnings"]
@@ -373,7 +373,7 @@ def test_a_site_can_not_send_a_sum(tmp_path, sample):
     sample.save(tmp_path / "victim.stats")
     FeatureStats.of(*features(seed=8), 4).save(tmp_path / "liar.stats")
     part = load(tmp_path / "victim.stats").parts[0]
-    claimed = [part._replace(examples=head_of(tmp_path / "liar.stats").examples)._asdict()]
+    claimed = [part._replace(examples=read_header(tmp_path / "liar.stats").examples)._asdict()]
     with_metadata(tmp_path / "liar.stats", tmp_path / "liar.stats", parts=claimed)
     with pytest.raises(DataError, match="liar.stats: a sum of 1 files, not a site's own"):
         total_of([tmp_path / "liar.stats", tmp_path / "victim.stats"])
@@ -392,7 +392,7 @@ def test_a_site_can_not_send_a_sum(tmp_path, sample):
 def test_a_sum_that_miscounts_its_parts_is_refused(tmp_path, sample):
     sample.save(tmp_path / "a.stats")
     save_sum(total_of([tmp_path / "a.stats"]), tmp_path / "sum.stats")
-    part = head_of(tmp_path / "sum.stats").parts[0]._asdict()
+    part = read_header(tmp_path / "sum.stats").parts[0]._asdict()
     for change, message in (
         ({"examples": 1}, "examples is 300, but its parts have"), ({"held_out": 0}, "held_out is None"),
         ({"slack": float("nan")}, "not a finite"), ({"slack": -1.0}, "parts is"), ({"marks": [0.0]}, "parts is"),
@@ -401,7 +401,7 @@ def test_a_sum_that_miscounts_its_parts_is_refused(tmp_path, sample):
     ):  # fmt: skip
         with_metadata(tmp_path / "sum.stats", tmp_path / "bad.stats", parts=[part | change])
         with pytest.raises(DataError, match=message):
-            head_of(tmp_path / "bad.stats")
+            read_header(tmp_path / "bad.stats")
 
 
 # ---------------------------------------------------------------------------------------------- the whole story

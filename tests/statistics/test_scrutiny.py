@@ -59,6 +59,16 @@ def test_a_giant_does_not_become_the_measure():
     assert max(found[:7]) < 1 < found[7]
 
 
+def test_of_two_sites_each_is_measured_by_the_other_alone():
+    z, y = features(3000, 4, 3)
+    one, other = FeatureStats.of(z[::2], y[::2], 3), FeatureStats.of(z[1::2] + 2, y[1::2], 3)
+    variance = float((other.within.trace()) / (other.count - 1).sum())
+    widest = float(torch.pdist(other.mean).max() ** 2)
+    expected = float(((one.mean[0] - other.mean[0]) ** 2).sum()) / max(widest, variance)
+    found, _ = comparisons([summary_of(one, "one"), summary_of(other, "other")])
+    assert found.distance[0] == pytest.approx(expected, rel=0.1)
+
+
 def test_few_examples_lie_on_few_directions_by_chance():
     """Which is reckoned with: honest sites of ten examples are as concentrated as they should be."""
     draw = torch.Generator().manual_seed(0)

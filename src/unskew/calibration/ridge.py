@@ -116,7 +116,7 @@ def strength(stats: FeatureStats, intercept: bool) -> Tensor:
     """The ridge for each feature (d,) that suits statistics best: see the top of this file. It acts on sums, as in
     `solve`.
     """
-    kept, held = stats.kept, stats.held_out
+    kept, held = stats.without_held_out, stats.held_out
     if kept is None or held is None or not (kept.count.sum() > 0 and held.count.sum() > 0):
         kept, held = stats.reduced("pooled"), None
     gram, cross, mean, share = equations(kept, intercept)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unskew.cli.console import show, table_of
-from unskew.cli.keys import tell_silent
 from unskew.cli.shared import note
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from unskew.conversation.answers import Counts
+    from unskew.conversation.calibrating import Validation
     from unskew.files.signing import Sites
     from unskew.models.networks import Split
     from unskew.statistics.moments import FeatureStats
@@ -30,8 +29,9 @@ class Conversation(NamedTuple):
 
 def validated(told: Conversation, model: Split, stats: FeatureStats, prior: Tensor | None) -> tuple[str, nn.Module]:
     """The head that the sites found best, which can be the old one; shown beside the others, on each site."""
-    from unskew.calibration.selection import chosen, deciding
-    from unskew.conversation.answers import added, owners_of, read_answers
+    from unskew.conversation.answers import owners_of, read_answers
+    from unskew.conversation.calibrating import validate
+    from unskew.conversation.files import silent
     from unskew.conversation.heads_file import OLD, read_heads
 
     heads = read_heads(told.heads, model, stats.parts)
@@ -39,14 +39,14 @@ def validated(told: Conversation, model: Split, stats: FeatureStats, prior: Tens
     answers = read_answers(told.answers, heads, model.classes, owners, told.sites)
     if told.sites is not None:
         idle = [owner.site for owner in owners.values() if stats.held_out is not None and not owner.examples_held_out]
-        tell_silent(told.sites, [*answers, heads.signed.site, *idle], "has not answered")
-    whole = added(answers.values())
-    mix = None if prior is None else prior.to(whole.total)
-    best, accuracies = chosen(whole.right, whole.total, mix)
-    _show(answers, whole, accuracies, best)
+        for text in silent(told.sites, [*answers, heads.signed.site, *idle], "has not answered"):
+            note(text)
+    found = validate(answers, prior)
+    best = found.best
+    _show(found)
     if OLD in heads.modules:
         show("The old head stays: no other is better." if best == OLD else f"{best} is better than the old head.")
-    for site, other in deciding(answers, mix).items():
+    for site, other in found.deciding.items():
         rest = "nobody else has answered" if other is None else f"without it {_named(other)} would be taken"
         note(f"{site} decides alone: {rest}")
     return best, heads.modules[best]
@@ -58,8 +58,9 @@ def _named(head: str) -> str:
     return "the old head" if head == OLD else head
 
 
-def _show(answers: Mapping[str, Counts], whole: Counts, accuracies: Mapping[str, float], best: str) -> None:
+def _show(found: Validation) -> None:
     """The heads beside each other, on all sites and on each."""
+    best, accuracies, answers, whole, _ = found
     n = float(whole.total.sum())
     table = table_of("head", f"accuracy (%) on {n:,.0f} examples of {len(answers)} sites", "standard error")
     for name, accuracy in accuracies.items():

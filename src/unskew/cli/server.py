@@ -10,7 +10,6 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,30 +18,28 @@ import click
 
 from unskew.cli.answers import Conversation, validated
 from unskew.cli.console import bar, printable, show
-from unskew.cli.keys import check_signatures, key_of
-from unskew.cli.model import check_alike, opened_for
+from unskew.cli.keys import key_of
 from unskew.cli.shared import (
-    FORMS,
     PATH,
     Asked,
     Lists,
     asked_for,
     check_free,
+    checked_device,
     epilog,
     inputs_of,
     note,
     options,
 )
 from unskew.errors import DataError, UsageError
-from unskew.files.untrusted import reading
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from unskew.calibration.heads import Calibrator
+    from unskew.conversation.calibrating import Material, Plan
+    from unskew.conversation.files import Sent
     from unskew.conversation.heads_file import Opened
     from unskew.models.networks import Split
-    from unskew.statistics.header import Head
     from unskew.statistics.moments import FeatureStats
     from unskew.statistics.origin import Origin
     from unskew.statistics.scrutiny import Summary
@@ -89,11 +86,11 @@ def calibrate(**options: Any) -> None:
     check_free(wish.written, wish.force, [*read, *wish.files, *wish.sums, *wish.without, *wish.validate])
     logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
     sent = _sent(wish, asked)
-    opened = opened_for(asked, sent.known, sent.kept[0])
+    opened = _opened(sent, asked.values)
     plan = _planned(wish, sent, opened.model)
     material = _material(wish, sent, plan, opened.model, asked.values["device"])
     if wish.propose:
-        _propose(wish.propose, wish, opened, material, asked.values)
+        _propose(wish.propose, wish, opened, material, asked)
     elif wish.out or wish.export:
         _write(wish, sent, opened, plan, material)
 
@@ -152,142 +149,62 @@ def _check_wish(wish: Wish) -> None:
 # ---------------------------------------------------------------------------------------------- what was sent
 
 
-class Sent(NamedTuple):
-    """The sites' files, by their headers: no contents are read yet."""
-
-    known: dict[Path, Head]
-    kept: list[Path]  # to be added, sums last
-    removed: list[Path]  # to be taken out of what is added
-
-    @property
-    def forms(self) -> set[str]:
-        """The forms of the second moments that are used."""
-        return {self.known[path].form for path in (*self.kept, *self.removed)}
-
-    @property
-    def sums(self) -> list[Path]:
-        """Those of the kept that are sums."""
-        return [path for path in self.kept if self.known[path].parts]
-
-    @property
-    def apart(self) -> bool:
-        """Whether sites are known apart."""
-        return not self.removed and not self.sums
-
-
 def _sent(wish: Wish, asked: Asked) -> Sent:
     """The headers of the files, where they are of the task and fit the weights; and which of them are used."""
-    from unskew.statistics.file import check_role
-    from unskew.statistics.header import head_of
+    from unskew.conversation.files import check_alike, check_signatures, check_sources, read_sent
+    from unskew.files.signing import read_sites
 
-    known = {path: head_of(path) for path in (*wish.files, *wish.sums, *wish.without)}
-    for path, head in known.items():
-        check_role(path, head, path in wish.sums)
-        if not head.examples:
-            raise DataError(f"{path}: the site has no examples: leave its file out")
+    sent = read_sent(wish.files, wish.sums, wish.without)
     if wish.sites is not None and asked.task is None:
         raise UsageError("--sites needs --task: without its nonce, a file of an older task would pass for a new one")
-    kept, removed = _kept((*wish.files, *wish.sums), wish.without, known)
-    own = [path for path in kept if path not in wish.sums]
-    check_signatures(known, own, [path for path in kept if path in wish.sums], wish.sites, wish.sign)
-    used = {path: known[path] for path in (*kept, *removed)}  # what is left out needs no key, and may be of any kind
-    _check_sources(asked, used)
-    check_alike(used)
-    return Sent(used, kept, removed)
+    sites = None if wish.sites is None else read_sites(wish.sites)
+    for text in check_signatures(sent, sites, key_of(wish.sign)):
+        note(text)
+    check_sources(sent.known, asked.task, asked.values["task"], asked.sources)
+    check_alike(sent.known)
+    return sent
 
 
-def _check_sources(asked: Asked, known: Mapping[Path, Head]) -> None:
-    """Refuse statistics that are not of the task, or contradict the weights that were calibrated before."""
-    from unskew.conversation.agreement import Known, apart, check_known, images_of
-    from unskew.conversation.tasks import check_head
-    from unskew.data.preparation import Preparation
+def _opened(sent: Sent, given: Mapping[str, Any]) -> Opened:
+    """The model that the files were made with, on its device."""
+    from unskew.conversation.files import open_for
 
-    for path, head in known.items():
-        if asked.task is not None:
-            check_head(asked.task, asked.values["task"], path, head)
-        said = head.origin.preparation
-        with reading(path):
-            preparation = None if said is None else Preparation.parse(said)
-        check_known(Known(str(path), head.origin.labels, preparation, head.origin.inputs), asked.sources)
-        if asked.task is not None:
-            expected, found = images_of(asked.task.preparation), head.origin.inputs
-            if None not in (expected, found) and apart("inputs", {"": expected, str(path): found}):
-                raise DataError(
-                    f"{path}: its inputs are {found}, but {asked.values['task']} makes them {expected}: let the site "
-                    f"run `unskew stats --task {asked.values['task']}`"
-                )
-
-
-def _kept(
-    files: tuple[Path, ...], without: tuple[Path, ...], known: Mapping[Path, Head]
-) -> tuple[list[Path], list[Path]]:
-    """The files to add, and those to take out of what is added."""
-    kept, removed = list(files), list[Path]()
-    for path in without:
-        same = [other for other in kept if known[other].digest == known[path].digest]
-        if same:
-            kept.remove(path if path in same else same[0])
-        else:
-            removed.append(path)
-    if not kept:
-        raise UsageError("--without leaves no file to calibrate from: name fewer")
-    return kept, removed
+    names = ("classes", "layer", "trust")
+    found = open_for(sent, given["model"], given["weights"], **{name: given[name] for name in names})
+    return found._replace(model=found.model.to(checked_device(given["device"])))
 
 
 # ---------------------------------------------------------------------------------------------- what is made of it
 
 
-class Plan(NamedTuple):
-    """Which calibrator is to make the head, and what it needs of the files."""
-
-    wanted: Calibrator
-    form: str  # in which the files are added
-    useful: str | None  # the form that the calibrator takes; None where it can do without
-
-
 def _planned(wish: Wish, sent: Sent, model: Split) -> Plan:
     """Find the calibrator, and the form of the sum, that the files allow."""
-    from unskew.calibration.selection import calibrator_of
-    from unskew.models.networks import linear
-    from unskew.statistics.moments import REDUCES
+    from unskew.conversation.calibrating import plan_for
 
-    common = [form for form in FORMS if all(form in REDUCES[other] for other in sent.forms)]
-    bias = linear(model.classifier).bias is not None
-    wanted = calibrator_of(wish.calibrator, common[0], sent.known[sent.kept[0]].transform, bias)
-    if wanted.apart and not sent.apart:
-        raise UsageError(f"{wanted.name} needs each site's own file: sums and what is taken out of them won't do")
+    plan = plan_for(wish.calibrator, sent.forms, sent.known[sent.kept[0]].transform, model.classifier, apart=sent.apart,
+                    robust=wish.robust, prior=wish.prior is not None)  # fmt: skip
     if len(sent.forms) > 1:
-        note(f"the files are of different forms: only what all have is used, form {common[0]}")
-    exact = wish.prior is not None and wanted.name == "ffc"  # which needs each class's moments for that
-    forms = ("class", *wanted.forms) if exact else wanted.forms
-    useful = next((form for form in forms if form in common), None)
-    return Plan(wanted, common[0] if wish.propose or wish.keep or useful is None else useful, useful)
-
-
-class Material(NamedTuple):
-    """What heads are made from."""
-
-    stats: FeatureStats  # the sum
-    sites: list[FeatureStats]  # each site's own, where somebody needs them
-    mix: Tensor | None  # of classes, expected in use
+        note(f"the files are of different forms: only what all have is used, form {plan.form}")
+    return plan
 
 
 def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
+    from unskew.conversation.calibrating import Material, odd
     from unskew.statistics.doubts import check_sum, dominating
     from unskew.statistics.file import load, save_sum, total_of
 
     seen: list[Summary] = []
     with bar("adding", len(sent.kept) + len(sent.removed)) as progress:
-        own = [path for path in sent.kept if path not in sent.sums]
-        summed = total_of(own, plan.form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
+        form = plan.form if wish.propose or wish.keep else plan.least
+        summed = total_of(sent.own, form, sent.removed, progress, sums=sent.sums, accept=wish.accept,
                           examine=seen.append)  # fmt: skip
-    _check_plausible(wish, seen, summed)
-    for text in dominating({str(path): sent.known[path].examples for path in own}):
+    _tell_odd(odd(seen, [str(path) for path in wish.accept], summed.origin.labels))
+    for text in dominating({str(path): sent.known[path].examples for path in sent.own}):
         note(text)
     check_sum(summed, bool(sent.removed), max(site.step for site in seen))
     if wish.robust:
-        summed = _moderated(wish, sent, plan)
+        summed = _moderated(wish, sent, form)
     if wish.keep:
         save_sum(summed, wish.keep, key_of(wish.sign))
         show(f"{wish.keep}: the sum of {len(summed.parts)} sites' files, form {summed.form}")
@@ -304,66 +221,40 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
 TOLD = 5  # doubts that are told and not refused; `inspect` tells all
 
 
-def _check_plausible(wish: Wish, seen: Sequence[Summary], summed: FeatureStats) -> None:
-    """Refuse files that are not plausible beside the others, unless they are accepted; tell what is odd."""
-    from unskew.statistics.doubts import check_plausible, doubts_of
-
-    doubts = doubts_of(seen)
-    check_plausible(doubts, [str(path) for path in wish.accept], summed.origin.labels)
-    odd = [doubt.named(summed.origin.labels) for doubt in doubts]
-    for text in odd[:TOLD]:
+def _tell_odd(texts: Sequence[str]) -> None:
+    """Tell what is odd about files beside each other."""
+    for text in texts[:TOLD]:
         note(text)
-    if len(odd) > TOLD:
-        note(f"{len(odd) - TOLD} further doubts about the files: `unskew inspect` tells them")
+    if len(texts) > TOLD:
+        note(f"{len(texts) - TOLD} further doubts about the files: `unskew inspect` tells them")
 
 
-def _moderated(wish: Wish, sent: Sent, plan: Plan) -> FeatureStats:
+def _moderated(wish: Wish, sent: Sent, form: str) -> FeatureStats:
     """The robust sum; for candidates that the sites will validate, of what they do not hold out."""
     from unskew.statistics.file import load
     from unskew.statistics.robust import robust_sum
 
-    if not sent.apart:
-        raise UsageError("--robust needs each site's own file: sums and what is taken out of them won't do")
-    if plan.wanted.apart:
-        raise UsageError(f"{plan.wanted.name} looks at each site's means, which --robust can't tame: choose ffc or lda")
-
     def sites() -> Iterator[FeatureStats]:
         for path in sent.kept:
-            site = load(path, plan.form)
-            yield (site.kept if wish.propose else None) or site
+            site = load(path, form)
+            yield (site.without_held_out if wish.propose else None) or site
 
     return robust_sum(sites)
 
 
-def _made(spec: str, wish: Wish, material: Material, old: nn.Module) -> nn.Module:
-    """The head that a calibrator makes."""
-    import torch
-
-    from unskew.calibration.selection import calibrator_of
-    from unskew.models.networks import linear
-
-    stats = material.stats
-    maker = calibrator_of(spec, stats.form, stats.transform, linear(old).bias is not None)
-    mix = material.mix if maker.weighs or not wish.propose else None
-    return maker(stats, old, torch.Generator().manual_seed(wish.seed), mix, material.sites)
-
-
-def _propose(path: Path, wish: Wish, opened: Opened, material: Material, given: Mapping[str, Any]) -> None:
+def _propose(path: Path, wish: Wish, opened: Opened, material: Material, asked: Asked) -> None:
     """Write candidate heads, and say how sites answer."""
-    from unskew.calibration.selection import candidates
-    from unskew.conversation.heads_file import write_heads
-    from unskew.models.networks import linear
+    from unskew.conversation.calibrating import propose
+    from unskew.conversation.heads_file import heads_bytes
+    from unskew.files.writing import write_bytes
 
-    model, fresh, rest = opened.model, opened.fresh, material.stats.kept
-    if rest is not None:  # so that what the sites have held out is new to the heads that they score there
-        note(f"heads are made without what the sites hold out: of the rest the form {rest.form} is known")
-        material = material._replace(stats=replace(rest, parts=material.stats.parts), sites=[])
-    bias = linear(model.classifier).bias is not None
-    auto = wish.calibrator == "auto"
-    names = candidates(material.stats.form, len(material.sites), bias) if auto else [wish.calibrator]
-    made = {name: _made(name, wish, material, model.classifier) for name in names}
-    write_heads(path, model, made, material.stats, fresh, key_of(wish.sign))
-    show(f"{path}: {'' if fresh else 'the old head and '}{', '.join(names)}. Each site answers with:")
+    model, fresh, given = opened.model, opened.fresh, asked.values
+    made, stats = propose(wish.calibrator, material, model.classifier, wish.seed)
+    if material.stats.held_out is not None:
+        note(f"heads are made without what the sites hold out: of the rest the form {stats.form} is known")
+    hold_out = None if asked.task is None else asked.task.hold_out
+    write_bytes(path, heads_bytes(model, made, stats, fresh, key_of(wish.sign), hold_out))
+    show(f"{path}: {'' if fresh else 'the old head and '}{', '.join(made)}. Each site answers with:")
     answer = f"--heads {quote(str(path))} --stats ITS_NAME.stats --out ITS_NAME.answer"
     answer += f" --server {quote(wish.sign.stem)}.pub" if wish.sign else ""
     answer += " --sign ITS_NAME.key" if wish.sites else ""
@@ -374,6 +265,7 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     """Write the model with its new head, or with the best of those that the sites have scored."""
     from unskew.calibration.heads import with_classifier
     from unskew.calibration.selection import calibrator_of
+    from unskew.conversation.calibrating import make_head
     from unskew.conversation.heads_file import OLD, program_of, write_model
     from unskew.files.signing import read_sites
     from unskew.models.networks import linear
@@ -383,9 +275,9 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     if wish.heads:
         sites = None if wish.sites is None else read_sites(wish.sites)
         conversation = Conversation(wish.heads, wish.validate, sent.kept, sites)
-        name, new = validated(conversation, model, stats, material.mix)
+        name, new = validated(conversation, model, stats, material.prior)
     else:
-        name, new = plan.wanted.name, _made(wish.calibrator, wish, material, model.classifier)
+        name, new = plan.wanted.name, make_head(wish.calibrator, material, model.classifier, wish.seed)
     better = with_classifier(model, new).to("cpu")
     files = f"{len(sent.kept)} file{'s' if len(sent.kept) > 1 else ''}"
     files = files if sent.apart else f"{len(stats.parts)} sites' files, some by a sum,"

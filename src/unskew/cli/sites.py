@@ -32,9 +32,8 @@ from unskew.errors import UsageError
 from unskew.files.writing import write_text
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from unskew.conversation.answers import Owner
+    from unskew.conversation.heads_file import Heads
     from unskew.conversation.opening import Site
 
 
@@ -69,12 +68,12 @@ def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: 
     values, budget = asked.values, asked.values["budget"]
     classes, transform, hold_out = site.model.classes, values["transform"] or "identity", values["hold_out"] or 0.0
     width = Transform(transform).width(site.model.dimension)
-    form, precision = values["form"] or "pooled", values["precision"] or "float64"
-    if budget:
-        form, precision = form_within(budget, classes, width, values["form"], values["precision"], transform,
-                                      bool(hold_out), site.origin)  # fmt: skip
+    form, precision = form_within(budget, classes, width, values["form"], values["precision"], transform,
+                                  bool(hold_out), site.origin)  # fmt: skip
     with bar("collecting", site.data.examples) as progress:
-        found, judgement = collected(site, form, transform, hold_out, values["device"], progress)
+        batches = site.batches(values["device"], progress)
+        found, judgement = collected(site.model, batches, form, transform, hold_out, origin=site.origin,
+                                     fresh=site.fresh, name=site.name)  # fmt: skip
     tell_damaged(site)
     if asked.task is not None:
         found = replace(found, origin=replace(found.origin, nonce=asked.task.nonce))
@@ -131,8 +130,8 @@ def evaluate(
     if out:
         check_free([out], force, inputs_of({**asked.values, "heads": heads, "own": own, "sign": sign}))
     key, owner = key_of(sign), _owner(own, asked) if own else None
-    from unskew.conversation.answers import Answer, answer_text, check_capped
-    from unskew.conversation.errands import scores_of
+    from unskew.conversation.answers import check_capped
+    from unskew.conversation.errands import answer_of, scores_of
     from unskew.conversation.heads_file import known_of_heads
     from unskew.conversation.plausibility import Tally, judged, told
 
@@ -148,22 +147,23 @@ def evaluate(
         note(f"--classes {values['classes']} is a new head, which knows nothing yet")
     if heads:
         note(f"the answer tells how many examples of each class each head of {heads} gets right, and nothing else")
-    modules, digest, nonce = (
-        _heads(heads, server, site, asked) if heads else ({"model": site.model.classifier}, "", None)
-    )
+    found = _heads(heads, server, site, asked) if heads else None
+    modules = {"model": site.model.classifier} if found is None else found.modules
     with bar("scoring", site.data.examples, as_json) as progress:
-        scores = scores_of(site, modules, hold_out or 0.0, values["device"], progress)
+        batches = site.batches(values["device"], progress)
+        scores = scores_of(site.model, batches, modules, hold_out or 0.0, site.name)
     tell_damaged(site)
     total = next(iter(scores.values())).confusion.sum(1)
-    if not heads and not site.fresh and (found := judged(Tally.of(scores["model"].confusion))).doubtful:
-        note(f"{site.name}: {found.right:,} of {found.total:,} are right; {told(found, site.data.labels)}")
+    if not heads and not site.fresh and (judgement := judged(Tally.of(scores["model"].confusion))).doubtful:
+        right = f"{judgement.right:,} of {judgement.total:,} are right"
+        note(f"{site.name}: {right}; {told(judgement, site.data.labels)}")
     if out:
-        right = {name: part.confusion.diagonal().tolist() for name, part in scores.items()}
         assert owner is not None
+        assert found is not None
         statistics, most = owner
-        answer = Answer(digest, statistics, nonce, bool(hold_out), total.tolist(), right)
+        answer = answer_of(found, scores, statistics, hold_out or 0.0)
         check_capped(out, answer, most)
-        write_text(out, answer_text(answer, key))
+        write_text(out, answer.sealed(key).to_bytes().decode())
     if as_json:
         put_json({name: {"accuracy": score.accuracy, "worst_class": score.worst_class, "examples": int(total.sum()),
                          "per_class": list(score.per_class)} for name, score in scores.items()})  # fmt: skip
@@ -191,8 +191,8 @@ def _owner(path: Path, asked: Asked) -> tuple[str, Owner]:
     return found
 
 
-def _heads(path: Path, server: Path | None, site: Site, asked: Asked) -> tuple[dict[str, nn.Module], str, str | None]:
-    """The candidate heads, their digest and their nonce; refused if they are of another task, or not the server's."""
+def _heads(path: Path, server: Path | None, site: Site, asked: Asked) -> Heads:
+    """The candidate heads; refused if they are of another task, or not the server's."""
     from unskew.conversation.heads_file import read_heads
     from unskew.conversation.tasks import check_nonce
     from unskew.files.signing import check_signed, one_site
@@ -202,7 +202,7 @@ def _heads(path: Path, server: Path | None, site: Site, asked: Asked) -> tuple[d
         check_nonce(asked.task, asked.values["task"], path, heads.signed.nonce)
     if server is not None:
         check_signed(path, heads.signed, one_site(server))
-    return heads.modules, heads.digest, heads.signed.nonce
+    return heads
 
 
 # ---------------------------------------------------------------------------------------------- inspect

@@ -142,7 +142,6 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
     asked = asked_for(given, free=["hold_out", "form", "precision", "budget"])
     if len(set(sites)) < len(sites):
         raise UsageError("--sites names the same data twice: name each site once")
-    from unskew.conversation.errands import batches_of
     from unskew.conversation.plausibility import told
     from unskew.conversation.trials import doubtful, form_for, part_of, trial_of
 
@@ -158,7 +157,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
         if not parts and not as_json:
             show(f"classes: {site.order}")
         with bar(f"collecting {name}", site.data.examples, as_json) as progress:
-            batches = batches_of(site, values["device"], progress)
+            batches = site.batches(values["device"], progress)
             parts[name] = part_of(model, batches, form=form, transform=transform, hold_out=share, origin=site.origin,
                                   fresh=fresh)  # fmt: skip
         tell_damaged(site)
@@ -166,7 +165,7 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
         note(f"{name}: {found}; {told(found, site.data.labels)}")
     last = None if test is None else opened_site(asked, "test", test)
     with bar("scoring", last.data.examples if last else 0, as_json) as progress:
-        scored = None if last is None else batches_of(last, values["device"], progress)
+        scored = None if last is None else last.batches(values["device"], progress)
         trial = trial_of(model, parts, fresh, scored, seed)
     if as_json:
         put_json(_plain(trial))

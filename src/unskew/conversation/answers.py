@@ -20,10 +20,10 @@ from torch import Tensor
 from unskew.conversation.heads_file import Heads
 from unskew.errors import DataError
 from unskew.files.signing import Key, Signed, Sites, check_senders, is_name, is_nonce, is_signature, signature_of
-from unskew.files.untrusted import parse_json, read_bytes
+from unskew.files.untrusted import Content, Source, parse_json, read_bytes
 from unskew.statistics.file import counts_of
 from unskew.statistics.fingerprints import Part
-from unskew.statistics.header import head_of
+from unskew.statistics.header import read_header
 
 VERSION = 1
 MOST = 2**53  # examples that a site can have counted: float64 holds them exactly
@@ -48,6 +48,22 @@ class Answer(NamedTuple):
         """What a signature is checked by."""
         return Signed("answer", self.site, self.nonce, self.digest, self.signature)
 
+    def sealed(self, key: Key | None = None) -> Answer:
+        """The answer with its digest, signed if there is a key."""
+        named = self._replace(site=None if key is None else key.name)
+        digest = _digest({**named._asdict(), "version": VERSION})
+        signature = None if key is None else signature_of(key, "answer", self.nonce, digest)
+        return named._replace(digest=digest, signature=signature)
+
+    def to_bytes(self) -> bytes:
+        """The line of a sealed answer."""
+        return _text({**self._asdict(), "version": VERSION}).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str = "answer") -> Answer:
+        """What `to_bytes` gave, or a `DataError`."""
+        return read_answer(Content(where, content))
+
 
 def _text(values: Mapping[str, Any]) -> str:
     """The one form in which an answer is written."""
@@ -59,16 +75,8 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(_text(covered).encode()).hexdigest()
 
 
-def answer_text(answer: Answer, key: Key | None = None) -> str:
-    """The text of an answer with its digest, signed if there is a key."""
-    values = {**answer._asdict(), "version": VERSION, "site": None if key is None else key.name}
-    values["digest"] = _digest(values)
-    values["signature"] = None if key is None else signature_of(key, "answer", answer.nonce, values["digest"])
-    return _text(values)
-
-
-def read_answer(path: Path) -> Answer:
-    """An answer, or a refusal of anything that `answer_text` would not have written."""
+def read_answer(path: Source) -> Answer:
+    """An answer, or a refusal of anything that `Answer.to_bytes` would not have written."""
     content = read_bytes(path, "text")
     values = parse_json(content, path)
     names = {*Answer._fields, "version"}
@@ -105,7 +113,7 @@ def _are_counts(values: Any, most: Any) -> bool:
                for n, top in zip(values, most, strict=True))  # fmt: skip
 
 
-def _damaged(path: Path, why: str) -> DataError:
+def _damaged(path: Source, why: str) -> DataError:
     return DataError(f"{path}: no answer of `unskew evaluate --heads`, or damaged ({why}); {REMEDY}")
 
 
@@ -127,20 +135,20 @@ def owners_of(files: Iterable[Path], parts: Iterable[Part]) -> dict[str, Owner]:
     """The sites behind files of statistics, sums among them, by the digests of their own files; of `parts` alone."""
     used, found = {part.digest for part in parts}, dict[str, Owner]()
     for path in files:
-        head = head_of(path)
+        header = read_header(path)
         count, held = counts_of(path)
         held = torch.zeros_like(count) if held is None else held
         sizes = [(part.digest, part.site, f"{path.name} {part.digest[:8]}", part.examples, part.held_out)
-                 for part in head.parts]  # fmt: skip
+                 for part in header.parts]  # fmt: skip
         for digest, site, name, examples, examples_held in sizes or [
-            (head.digest, head.site, path.name, head.examples, head.held_out)
+            (header.digest, header.site, path.name, header.examples, header.held_out)
         ]:
             if digest in used:
                 found[digest] = Owner(site or name, site, count, held, examples, examples_held or 0)
     return found
 
 
-def check_capped(path: Path, answer: Answer, owner: Owner) -> None:
+def check_capped(path: object, answer: Answer, owner: Owner) -> None:
     """Refuse an answer that counts more than its site has, in a class or in all."""
     most, all_of_it = (owner.held_out, owner.examples_held_out) if answer.held_out else (owner.there, owner.examples)
     held = " as held out" if answer.held_out else ""
@@ -172,35 +180,49 @@ def read_answers(
     answers = [(Path(path), read_answer(Path(path))) for path in paths]
     if sites is not None:
         check_senders([(path, answer.signed) for path, answer in answers], sites)
-    names, met, found = list(heads.modules), dict[str, Path](), dict[str, Counts]()
+    met, found = dict[str, Path](), dict[str, Counts]()
     for path, answer in answers:
-        if answer.heads != heads.digest:
-            raise DataError(f"{path}: an answer to other heads: let the site evaluate these")
-        if answer.nonce != heads.signed.nonce:
-            raise DataError(f"{path}: an answer for another task than the heads are of: {REMEDY}")
-        if len(answer.total) != classes or sorted(answer.right) != sorted(names):
-            told = f"{len(answer.total)} classes and the heads {', '.join(answer.right)[:80]}"
-            raise DataError(f"{path}: it has {told}; it must have {classes} classes and {', '.join(names)}: {REMEDY}")
-        owner = owners.get(answer.statistics)
-        if owner is None:
-            raise DataError(
-                f"{path}: of a site whose statistics (digest {answer.statistics[:8]}...) the heads were not made of: "
-                "leave it out, or let the site give the --stats that it has sent"
-            )
+        owner = check_answer(path, answer, heads, classes, owners)
         if answer.statistics in met:
             raise DataError(
                 f"{path}: a second answer of {owner.name}, beside {met[answer.statistics]}: leave one of them out"
             )
-        if answer.site is not None and owner.site is not None and answer.site != owner.site:
-            raise DataError(f"{path}: signed by {answer.site}, but it is about the statistics of {owner.site}")
         if sites is not None and owner.site != answer.site:
             raise DataError(f"{path}: signed by {answer.site}, but nobody has signed the statistics that it is about")
-        check_capped(path, answer, owner)
         met[answer.statistics] = path
         name = owner.name if owner.name not in found else f"{owner.name} {answer.statistics[:8]}"
-        right = {name: torch.tensor(answer.right[name], dtype=torch.float64) for name in names}
-        found[name] = Counts(right, torch.tensor(answer.total, dtype=torch.float64))
+        found[name] = counts_in(answer, heads)
     return found
+
+
+def check_answer(path: object, answer: Answer, heads: Heads, classes: int, owners: Mapping[str, Owner]) -> Owner:
+    """Refuse an answer to other heads, of nobody whose statistics are used, or with more than its site has; gives whose
+    it is.
+    """
+    names = list(heads.modules)
+    if answer.heads != heads.digest:
+        raise DataError(f"{path}: an answer to other heads: let the site evaluate these")
+    if answer.nonce != heads.signed.nonce:
+        raise DataError(f"{path}: an answer for another task than the heads are of: {REMEDY}")
+    if len(answer.total) != classes or sorted(answer.right) != sorted(names):
+        told = f"{len(answer.total)} classes and the heads {', '.join(answer.right)[:80]}"
+        raise DataError(f"{path}: it has {told}; it must have {classes} classes and {', '.join(names)}: {REMEDY}")
+    owner = owners.get(answer.statistics)
+    if owner is None:
+        raise DataError(
+            f"{path}: of a site whose statistics (digest {answer.statistics[:8]}...) the heads were not made of: "
+            "leave it out, or let the site give the --stats that it has sent"
+        )
+    if answer.site is not None and owner.site is not None and answer.site != owner.site:
+        raise DataError(f"{path}: signed by {answer.site}, but it is about the statistics of {owner.site}")
+    check_capped(path, answer, owner)
+    return owner
+
+
+def counts_in(answer: Answer, heads: Heads) -> Counts:
+    """What an answer counts, the heads in their order."""
+    right = {name: torch.tensor(answer.right[name], dtype=torch.float64) for name in heads.modules}
+    return Counts(right, torch.tensor(answer.total, dtype=torch.float64))
 
 
 def added(answers: Iterable[Counts]) -> Counts:

@@ -1,32 +1,32 @@
 """What a site is asked for: the statistics of its features, within a budget of bytes, and how many of its examples some
-heads get right.
+heads get right. Functions of a model and batches: they know of no files.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from unskew.conversation.opening import Site
+from unskew.conversation.answers import Answer
+from unskew.conversation.heads_file import Heads
 from unskew.conversation.plausibility import Judgement, Watch, judged
 from unskew.errors import DataError, UsageError
 from unskew.files.limits import amount
 from unskew.models.evaluate import Scores, scored
-from unskew.models.inputs import each
-from unskew.models.networks import evaluating, linear
-from unskew.models.running import Runner
+from unskew.models.networks import Split, evaluating, linear
+from unskew.models.running import Runner, in_type_of
 from unskew.statistics.collecting import collect, holding_out
 from unskew.statistics.file import size_of
 from unskew.statistics.header import PRECISIONS, kinds_of
 from unskew.statistics.moments import FORMS, FeatureStats
 from unskew.statistics.origin import Origin
 
-Progress = Callable[[int], None]  # is told of so many examples that have gone by
+Batches = Iterable[tuple[Any, Tensor]]
 
 
 class Collected(NamedTuple):
@@ -37,49 +37,45 @@ class Collected(NamedTuple):
 
 
 def collected(
-    site: Site, form: str = "pooled", transform: str = "identity", hold_out: float = 0.0, device: str = "cpu",
-    progress: Progress | None = None,
+    model: Split, batches: Batches, form: str = "pooled", transform: str = "identity", hold_out: float = 0.0, *,
+    origin: Origin | None = None, fresh: bool = False, name: str = "this site",
 ) -> Collected:  # fmt: skip
-    """The statistics of a site's features, and how the old head does on them."""
-    watch = None if site.fresh else Watch(site.model.classifier, site.model.classes)
-    with _naming(site.name):
-        stats = collect(site.model, batches_of(site, device, progress), site.model.classes, form, transform,
-                        held_out=hold_out, origin=site.origin, watch=watch).to("cpu")  # fmt: skip
+    """The statistics of a site's features, and how the old head does on them, unless it is `fresh` and knows nothing.
+    `name` is what the data are called.
+    """
+    watch = None if fresh else Watch(model.classifier, model.classes)
+    with _naming(name):
+        stats = collect(model, batches, model.classes, form, transform, held_out=hold_out, origin=origin,
+                        watch=watch).to("cpu")  # fmt: skip
     if not stats.count.sum() > 0:
-        raise DataError(f"{site.name}: there are no examples")
+        raise DataError(f"{name}: there are no examples")
     return Collected(stats, None if watch is None else judged(watch.tally))
 
 
 def scores_of(
-    site: Site, heads: Mapping[str, nn.Module], hold_out: float = 0.0, device: str = "cpu",
-    progress: Progress | None = None,
-) -> dict[str, Scores]:  # fmt: skip
+    model: Split, batches: Batches, heads: Mapping[str, nn.Module], hold_out: float = 0.0, name: str = "this site"
+) -> dict[str, Scores]:
     """The scores of some heads on a site's examples; with `hold_out` on those alone that `collected` holds out."""
     classes = linear(next(iter(heads.values()))).out_features
     scores = {name: Scores(torch.zeros(classes, classes, dtype=torch.int64)) for name in heads}
-    run = Runner(site.model.features)
-    with evaluating(site.model), torch.no_grad():
-        for x, y, held in holding_out(batches_of(site, device, progress), hold_out):
-            z = run(x, len(y))
+    run = Runner(model.features)
+    with evaluating(model), torch.no_grad():
+        for x, y, held in holding_out(batches, hold_out):
+            z = run(in_type_of(model.features, x), len(y))
             rows = (held if hold_out else torch.ones_like(held)).to(z.device)
             for name, head in heads.items():
                 scores[name] += scored(head.to(z.device)(z)[rows], y.to(z.device)[rows], classes)
     if not next(iter(scores.values())).confusion.sum() > 0:
         none = f"a share of {hold_out} of its examples is none: such a site need not answer" if hold_out else ""
-        raise DataError(f"{site.name}: there are no examples to score" + (f"; {none}" if none else ""))
+        raise DataError(f"{name}: there are no examples to score" + (f"; {none}" if none else ""))
     return scores
 
 
-def batches_of(site: Site, device: str = "cpu", progress: Progress | None = None) -> Iterator[tuple[Any, Tensor]]:
-    """The batches of a site, on a device; labels that the model does not have are refused."""
-    classes = site.model.classes
-    for x, y in site.data.batches():
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
-            span = f"{int(y.min())}..{int(y.max())}"
-            raise DataError(f"{site.name}: labels lie in {span}, but the model has {classes} classes")
-        yield each(lambda value: value.to(device), x), y.to(device)
-        if progress is not None:
-            progress(len(y))
+def answer_of(heads: Heads, scores: Mapping[str, Scores], statistics: str, hold_out: float) -> Answer:
+    """The answer to candidate heads of the site whose statistics have this digest; to be sealed."""
+    right = {name: score.confusion.diagonal().tolist() for name, score in scores.items()}
+    total = next(iter(scores.values())).confusion.sum(1).tolist()
+    return Answer(heads.digest, statistics, heads.signed.nonce, bool(hold_out), total, right)
 
 
 @contextlib.contextmanager
@@ -95,12 +91,14 @@ def _naming(data: str) -> Iterator[None]:
 
 
 def form_within(
-    budget: str, classes: int, width: int, form: str | None = None, precision: str | None = None,
+    budget: str | None, classes: int, width: int, form: str | None = None, precision: str | None = None,
     transform: str = "identity", held_out: bool = False, origin: Origin | None = None,
 ) -> tuple[str, str]:  # fmt: skip
     """The richest form, in the best precision, whose file is no larger than a budget such as "10MB"; of those that are
-    not given.
+    not given. Without a budget, pooled in float64.
     """
+    if budget is None:
+        return form or "pooled", precision or "float64"
     empty = replace(FeatureStats.zero(classes, width, "none", transform), origin=origin or Origin())
     numbers_alone = sum(kind.nbytes for kind in kinds_of(classes, width, "none", "float64").values())
     header = size_of(empty) - numbers_alone + (900 if held_out else 400)  # what the examples add to it, at most

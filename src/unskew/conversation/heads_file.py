@@ -23,8 +23,8 @@ from unskew.data.preparation import PIXELS, Preparation, as_module
 from unskew.errors import DataError, UsageError
 from unskew.files import limits
 from unskew.files.signing import Key, Signed, is_name, is_nonce, is_signature, signature_of
-from unskew.files.untrusted import parse_json, reading
-from unskew.files.writing import digest, load_sealed, metadata_of, save_sealed, seal
+from unskew.files.untrusted import Source, parse_json, reading
+from unskew.files.writing import digest, load_sealed, metadata_of, save_sealed, seal, tree_bytes
 from unskew.models.cutting import rejoined, split
 from unskew.models.endings import is_linear
 from unskew.models.features import ended
@@ -262,12 +262,12 @@ class InType(nn.Module):
 # ---------------------------------------------------------------------------------------------- candidates
 
 
-def write_heads(
-    path: Path, model: Split, made: Mapping[str, nn.Module], stats: FeatureStats, fresh: bool = False,
-    key: Key | None = None,
-) -> None:  # fmt: skip
-    """Write candidate heads that were made from some statistics, after the head that the model has, unless that is
-    `fresh` and knows nothing; signed if there is a key.
+def heads_bytes(
+    model: Split, made: Mapping[str, nn.Module], stats: FeatureStats, fresh: bool = False, key: Key | None = None,
+    hold_out: float | None = None,
+) -> bytes:  # fmt: skip
+    """The file of candidate heads that were made from some statistics, after the head that the model has, unless that
+    is `fresh` and knows nothing; signed if there is a key. `hold_out` is the share of examples to score them on.
     """
     tree: Tree = {}
     fronts = {}
@@ -281,10 +281,11 @@ def write_heads(
         "heads": json.dumps(fronts), "weights": weights_digest(model),
         "statistics": digest(sorted(part.digest for part in stats.parts)), "data": json.dumps(_told(stats.origin)),
         "nonce": json.dumps(stats.origin.nonce), "site": json.dumps(None if key is None else key.name),
+        "hold_out": json.dumps(hold_out),
     }  # fmt: skip
     if key is not None:
         about["signature"] = signature_of(key, "heads", stats.origin.nonce, seal(tree, about))
-    save_sealed(path, tree, about)
+    return tree_bytes(tree, {**about, "seal": seal(tree, about)})
 
 
 def known_of_heads(path: Path) -> Known:
@@ -298,6 +299,7 @@ class Heads(NamedTuple):
 
     modules: dict[str, nn.Module]
     signed: Signed  # its digest is what answers name
+    hold_out: float | None = None  # the share of a site's examples to score them on; None: the site knows
 
     @property
     def digest(self) -> str:
@@ -305,19 +307,21 @@ class Heads(NamedTuple):
         return self.signed.digest
 
 
-def read_heads(path: Path, model: Split, parts: Iterable[Part] | None = None) -> Heads:
+def read_heads(path: Source, model: Split, parts: Iterable[Part] | None = None) -> Heads:
     """The candidate heads of a file; refused if they are not for this model, or were not made from the statistics of
     these `parts`.
     """
     tree, metadata = load_sealed(path)
-    if not {"heads", "weights", "statistics", "data", "nonce", "site"} <= set(metadata):
+    if not {"heads", "weights", "statistics", "data", "nonce", "site", "hold_out"} <= set(metadata):
         raise DataError(f"{path}: holds no heads; {PROPOSE}")
     signature = metadata.pop("signature", None)
-    nonce, site = (parse_json(metadata[name], path) for name in ("nonce", "site"))
+    nonce, site, hold_out = (parse_json(metadata[name], path) for name in ("nonce", "site", "hold_out"))
     signed = Signed("heads", site, nonce, seal(tree, metadata), signature)
     fits = (nonce is None or is_nonce(nonce)) and (site is None or is_name(site))
     if not fits or (site is None) != (signature is None) or (site is not None and not is_signature(signature)):
         raise DataError(f"{path}: what it says of who made it is damaged; {PROPOSE}")
+    if hold_out is not None and not (type(hold_out) in (int, float) and 0 <= hold_out < 1):
+        raise DataError(f"{path}: hold_out is {str(hold_out)[:20]}; it must be at least 0 and below 1; {PROPOSE}")
     if metadata["weights"] != weights_digest(model):
         raise DataError(f"{path}: heads for a model with other weights: give the weights that the statistics were "
                         "collected with")  # fmt: skip
@@ -330,7 +334,7 @@ def read_heads(path: Path, model: Split, parts: Iterable[Part] | None = None) ->
         if len(fronts) > MOST_HEADS:  # each answer tells something of the site's examples
             raise DataError(f"{path}: holds {len(fronts)} heads; at most {MOST_HEADS} are scored")
         limits.check("unbacked", sum(Transform(front).nbytes(model.dimension) for front in fronts.values()), path)
-        return Heads({name: _head(name, front, tree, model) for name, front in fronts.items()}, signed)
+        return Heads({name: _head(name, front, tree, model) for name, front in fronts.items()}, signed, hold_out)
 
 
 def _head(name: str, front: str, tree: Tree, model: Split) -> nn.Module:

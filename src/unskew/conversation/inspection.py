@@ -12,7 +12,7 @@ from unskew.files.signing import Sites, check_signed
 from unskew.statistics.doubts import dominating, doubts_of
 from unskew.statistics.file import check_role, load
 from unskew.statistics.fingerprints import Part, same_data
-from unskew.statistics.header import Head, head_of
+from unskew.statistics.header import Header, read_header
 from unskew.statistics.moments import REDUCES, FeatureStats
 from unskew.statistics.origin import Origin
 from unskew.statistics.scrutiny import Summary
@@ -27,40 +27,40 @@ def inspected(files: Sequence[Path], sites: Sites | None = None, sums: Sequence[
     those that `sites` have not signed. `sums` are this server's own, which no site signs.
     """
     files = [*files, *sums]
-    heads, found, refused = list[Head](), list[FeatureStats](), dict[Path, str]()
+    headers, found, refused = list[Header](), list[FeatureStats](), dict[Path, str]()
     seen: list[Summary] = []
     for path in files:
         try:
-            head = head_of(path)
+            header = read_header(path)
             if path in sums or sites is not None:
-                check_role(path, head, path in sums)
+                check_role(path, header, path in sums)
             if sites is not None and path not in sums:
-                check_signed(path, head.signed, sites)
-            found.append(load(path, CHEAP.get(head.form), None if head.parts else seen.append))
-            heads.append(head)
+                check_signed(path, header.signed, sites)
+            found.append(load(path, CHEAP.get(header.form), None if header.parts else seen.append))
+            headers.append(header)
         except DataError as error:
             refused[path] = str(error)
     files = [path for path in files if path not in refused]
     if not files:
         return {"files": [], "table": [], "warnings": [], "doubts": [], "refused": list(refused.values())}
-    classes = max(head.classes for head in heads)
-    names = next((head.origin.labels for head in heads if head.origin.labels), None)
+    classes = max(header.classes for header in headers)
+    names = next((header.origin.labels for header in headers if header.origin.labels), None)
     label = [names[number] if names and number < len(names) else str(number) for number in range(classes)]
     columns = [[*map(int, stats.count.tolist()), *[0] * (classes - stats.classes)] for stats in found]
     counts = [list(row) for row in zip(*columns, strict=True)]
     doubts = doubts_of(seen)
     return {
         "files": [
-            _file(path, head, stats, sites is not None and path not in sums)
-            for path, head, stats in zip(files, heads, found, strict=True)
+            _file(path, header, stats, sites is not None and path not in sums)
+            for path, header, stats in zip(files, headers, found, strict=True)
         ],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
         "doubts": [doubt._asdict() for doubt in doubts],
         "warnings": [
             *(doubt.named(names) for doubt in doubts),
-            *_of_sorts(files, heads),
+            *_of_sorts(files, headers),
             *_of_copies(files, found),
-            *_of_counts(files, heads, label, counts),
+            *_of_counts(files, headers, label, counts),
             *_of_shape(files, found),
         ],
         "refused": list(refused.values()),
@@ -69,42 +69,46 @@ def inspected(files: Sequence[Path], sites: Sites | None = None, sums: Sequence[
 
 def influence_of(files: Sequence[Path]) -> list[dict[str, Any]]:
     """How each file moves the head: a row for each, first those that calibration gains most without."""
-    heads = [head_of(path) for path in files]
-    common = [form for form in ("pooled", "diagonal", "none") if all(form in REDUCES[head.form] for head in heads)]
+    headers = [read_header(path) for path in files]
+    common = [
+        form for form in ("pooled", "diagonal", "none") if all(form in REDUCES[header.form] for header in headers)
+    ]
     rows = influences(lambda: (load(path, common[0]) for path in files), [str(path) for path in files])
     return [row._asdict() for row in sorted(rows, key=lambda row: (-row.accuracy, -row.changed))]
 
 
-def _file(path: Path, head: Head, stats: FeatureStats, checked: bool) -> dict[str, Any]:
+def _file(path: Path, header: Header, stats: FeatureStats, checked: bool) -> dict[str, Any]:
     return {
-        "file": str(path), "bytes": path.stat().st_size, "examples": head.examples, "classes": head.classes,
-        "present": int((stats.count > 0).sum()), "dimension": head.dimension, "form": head.form,
-        "precision": head.precision, "transform": head.transform, "held_out": head.held_out,
-        "right": head.right,
-        "layer": head.origin.layer, "weights": head.origin.weights, "preparation": head.origin.preparation,
-        "inputs": head.origin.inputs, "nonce": head.origin.nonce, "site": head.site, "checked": checked,
-        "parts": len(head.parts) or None,
-        "skewness": stats.skewness, "producer": head.producer, "digest": head.digest,
+        "file": str(path), "bytes": path.stat().st_size, "examples": header.examples, "classes": header.classes,
+        "present": int((stats.count > 0).sum()), "dimension": header.dimension, "form": header.form,
+        "precision": header.precision, "transform": header.transform, "held_out": header.held_out,
+        "right": header.right,
+        "layer": header.origin.layer, "weights": header.origin.weights, "preparation": header.origin.preparation,
+        "inputs": header.origin.inputs, "nonce": header.origin.nonce, "site": header.site, "checked": checked,
+        "parts": len(header.parts) or None,
+        "skewness": stats.skewness, "producer": header.producer, "digest": header.digest,
     }  # fmt: skip
 
 
-def _of_sorts(files: Sequence[Path], heads: Sequence[Head]) -> list[str]:
+def _of_sorts(files: Sequence[Path], headers: Sequence[Header]) -> list[str]:
     """Files that can't be added to the first."""
-    first, warnings = heads[0], []
-    for path, head in list(zip(files, heads, strict=True))[1:]:
-        differ = [name for name in ("classes", "dimension", "transform") if getattr(head, name) != getattr(first, name)]
+    first, warnings = headers[0], []
+    for path, header in list(zip(files, headers, strict=True))[1:]:
+        differ = [
+            name for name in ("classes", "dimension", "transform") if getattr(header, name) != getattr(first, name)
+        ]
         for name in Origin.__dataclass_fields__:
-            if first.origin.contradicts(head.origin, name):
+            if first.origin.contradicts(header.origin, name):
                 differ.append({"weights": "weights behind the features", "nonce": "task"}.get(name, name))
-        if (head.origin.labels is None) != (first.origin.labels is None):
+        if (header.origin.labels is None) != (first.origin.labels is None):
             warnings.append(f"of {path} and {files[0]} only one names its classes: make sure that they mean the same")
-        if (head.held_out is None) != (first.held_out is None):
+        if (header.held_out is None) != (first.held_out is None):
             differ.append("held-out part")
         if differ:
             warnings.append(f"{path} has other {', '.join(differ)} than {files[0]}: they can't be added")
-        if head.form != first.form:
+        if header.form != first.form:
             warnings.append(
-                f"{path} is of form {head.form}, {files[0]} of form {first.form}: only what both have is used"
+                f"{path} is of form {header.form}, {files[0]} of form {first.form}: only what both have is used"
             )
     return warnings
 
@@ -132,8 +136,10 @@ def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str
     return warnings
 
 
-def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], counts: list[list[int]]) -> list[str]:
-    own = {str(path): head.examples for path, head in zip(files, heads, strict=True) if not head.parts}
+def _of_counts(
+    files: Sequence[Path], headers: Sequence[Header], label: list[str], counts: list[list[int]]
+) -> list[str]:
+    own = {str(path): header.examples for path, header in zip(files, headers, strict=True) if not header.parts}
     warnings = dominating(own)
     for path, site in zip(files, zip(*counts, strict=True), strict=True):
         if not sum(site):
@@ -141,15 +147,15 @@ def _of_counts(files: Sequence[Path], heads: Sequence[Head], label: list[str], c
     alone: dict[Path, list[str]] = {}
     for name, row in zip(label, counts, strict=True):
         most = max(range(len(row)), key=row.__getitem__)
-        if len(files) > 1 and sum(map(bool, row)) == 1 and not heads[most].parts:
+        if len(files) > 1 and sum(map(bool, row)) == 1 and not headers[most].parts:
             alone.setdefault(files[most], []).append(name)
     for path, names in alone.items():
         warnings.append(f"{path} alone has class {_few(names)}: what is said of it is said of that site")
     absent = [name for name, row in zip(label, counts, strict=True) if not sum(row)]
     if absent:
         warnings.append(f"no file has examples of class {_few(absent)}: a new classifier can't know it")
-    few = [name for name, row in zip(label, counts, strict=True) if 0 < sum(row) <= heads[0].dimension]
-    if few and heads[0].form == "class":
+    few = [name for name, row in zip(label, counts, strict=True) if 0 < sum(row) <= headers[0].dimension]
+    if few and headers[0].form == "class":
         warnings.append(
             f"class {_few(few)}: no more examples than features, so the covariance is singular; ffc and lda do not mind"
         )

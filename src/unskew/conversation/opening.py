@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from unskew.specs import is_own
 from unskew.statistics.origin import Origin
 
 LISTED = 12  # classes of which all names are told
+Progress = Callable[[int], None]  # is told of so many examples that have gone by
 
 
 class Site(NamedTuple):
@@ -39,6 +40,17 @@ class Site(NamedTuple):
         labels, preparation = self.data.labels, self.data.preparation
         known = labels if labels is not None and len(labels) == self.model.classes else None
         return Origin(labels=known, preparation=None if preparation is None else str(preparation))
+
+    def batches(self, device: str = "cpu", progress: Progress | None = None) -> Iterator[tuple[Any, Tensor]]:
+        """Its batches, on a device; labels that the model does not have are refused."""
+        classes = self.model.classes
+        for x, y in self.data.batches():
+            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+                span = f"{int(y.min())}..{int(y.max())}"
+                raise DataError(f"{self.name}: labels lie in {span}, but the model has {classes} classes")
+            yield each(lambda value: value.to(device), x), y.to(device)
+            if progress is not None:
+                progress(len(y))
 
 
 def open_site(

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError, lookup
 from unskew.files.signing import is_nonce, new_nonce
-from unskew.files.untrusted import open_regular, read_toml, reading
+from unskew.files.untrusted import Content, Source, open_regular, read_toml, reading
 from unskew.files.writing import write_text
 from unskew.models.transforms import Transform
 from unskew.specs import is_own
-from unskew.statistics.header import PRECISIONS, Head
+from unskew.statistics.header import PRECISIONS, Header
 from unskew.statistics.moments import FORMS
 
 VERSION = 1
@@ -40,9 +40,13 @@ SECTIONS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """What all sites share. Files are named as they lie beside the task."""
+    """What all sites share. Files are named as they lie beside the task.
 
-    model: str  # a spec of `foreign.load_module`
+    >>> Task(form="pooled", hold_out=0.2, labels=("cat", "dog")).to_bytes().decode().splitlines()[5]
+    '[data]'
+    """
+
+    model: str = ""  # a spec of `foreign.load_module`; empty where all have the model already
     weights: str | None = None
     layer: str | None = None
     classes: int | None = None  # for a new head
@@ -97,6 +101,15 @@ class Task:
         if bare and named["model"] not in self.files:
             del named["model"]  # a type of models, not a folder
         return {role: name for role, name in named.items() if name is not None}
+
+    def to_bytes(self, name: str = "task.toml") -> bytes:
+        """The content of the file of this name: TOML."""
+        return _toml_of(self, name).encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str = "task") -> Task:
+        """What `to_bytes` gave, or a `DataError`."""
+        return _read(Content(where, content))
 
 
 def is_code(model: str) -> bool:
@@ -181,12 +194,20 @@ def sha256(path: Path) -> str:
 
 def save(task: Task, path: Path) -> None:
     """Write a task as TOML."""
+    write_text(path, _toml_of(task, path.name))
+
+
+def _toml_of(task: Task, file: str) -> str:
     values = {name: getattr(task, name) for fields in SECTIONS.values() for name in fields}
-    values |= {"preparation": str(task.preparation) or None, "hold_out": task.hold_out or None}
+    values |= {
+        "model": task.model or None,
+        "preparation": str(task.preparation) or None,
+        "hold_out": task.hold_out or None,
+    }
     trust = " --trust" if task.code else ""
     lines = [
         "# A task of Unskew: what all sites of a calibration share. Each site puts it beside the files named below and",
-        f"# runs: unskew stats --task {path.name}{trust} --data ITS_DATA --out ITS_NAME.stats",
+        f"# runs: unskew stats --task {file}{trust} --data ITS_DATA --out ITS_NAME.stats",
         f"version = {VERSION}",
         f"nonce = {_toml(task.nonce)}  # of this task alone",
     ]
@@ -200,7 +221,7 @@ def save(task: Task, path: Path) -> None:
             "[files]  # SHA-256 of each",
             *(f"{_toml(name)} = {_toml(hash)}" for name, hash in task.files.items()),
         ]
-    write_text(path, "\n".join([*lines, ""]))
+    return "\n".join([*lines, ""])
 
 
 def _toml(value: object) -> str:
@@ -210,6 +231,13 @@ def _toml(value: object) -> str:
 
 def load(path: Path) -> Task:
     """Read a task, or refuse it, naming the file and the field; the files that it names are not touched."""
+    task = _read(path)
+    if not task.model:
+        raise DataError(f"{path}: model is missing in [model]; it must be like net.py:build")
+    return task
+
+
+def _read(path: Source) -> Task:
     held = read_toml(path)
     with reading(path, "not a task of Unskew; `unskew task` writes one"):
         return Task(**_fields(held))
@@ -234,8 +262,6 @@ def _fields(held: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise DataError(f"{name} is {value!r}; it must be {_KINDS[kind if isinstance(kind, type) else float]}")
             values[name] = value
-    if "model" not in values:
-        raise DataError("model is missing in [model]; it must be like net.py:build")
     if "labels" in values:
         if not all(isinstance(name, str) for name in values["labels"]):
             raise DataError("labels must be a list of names")
@@ -318,23 +344,23 @@ def _check_whole(folder: Path, listed: set[str], task: Path) -> None:
         )
 
 
-def check_head(task: Task, path: Path, file: Path, head: Head) -> None:
+def check_header(task: Task, path: object, file: object, header: Header) -> None:
     """Refuse a file of statistics that was not collected for the task, or not as it says, as far as `agreement` does
     not see it.
     """
-    check_nonce(task, path, file, head.origin.nonce)
+    check_nonce(task, path, file, header.origin.nonce)
     wanted, held = Transform(task.transform).name, ("nothing held out", "a part held out")
-    pairs = [(head.transform, wanted), (held[head.held_out is not None], held[task.hold_out > 0])]
-    if (head.origin.labels is None) != (task.labels is None):
+    pairs = [(header.transform, wanted), (held[header.held_out is not None], held[task.hold_out > 0])]
+    if (header.origin.labels is None) != (task.labels is None):
         pairs.append(("names of classes", "none") if task.labels is None else ("no names of classes", "them"))
     for mine, told in pairs:
         if mine != told:
             raise DataError(
-                f"{file} has {mine}, but {path} asks for {told}: let the site run `unskew stats --task {path}`"
+                f"{file} has {mine}, but {path} asks for {told}: let the site collect again, with --task {path}"
             )
 
 
-def check_nonce(task: Task, path: Path, file: Path, nonce: str | None) -> None:
+def check_nonce(task: Task, path: object, file: object, nonce: str | None) -> None:
     """Refuse a file that was made for another task, or for none."""
     if nonce != task.nonce:
         made = "without a task" if nonce is None else f"for another task, of nonce {nonce[:8]}..."

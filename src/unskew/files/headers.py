@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from unskew.errors import DataError
 from unskew.files import limits
-from unskew.files.untrusted import open_regular, parse_json, reading
+from unskew.files.untrusted import Source, open_regular, parse_json, reading
 
 TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -46,15 +45,16 @@ class Header(NamedTuple):
     kinds: dict[str, Kind]  # in the order in which the tensors lie
 
 
-def header_of(path: Path) -> Header:
+def header_of(path: Source) -> Header:
     """The header of a file; its tensors are not read."""
     with open_regular(path) as file:
         return read_header(file, path)
 
 
-def read_header(file: BinaryIO, path: Path) -> Header:
+def read_header(file: BinaryIO, path: Source) -> Header:
     """Read the header; the places of all tensors must follow each other to the file's very end."""
-    whole = os.fstat(file.fileno()).st_size
+    whole = file.seek(0, os.SEEK_END)
+    file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if whole < 8 or length > whole - 8:
         raise unreadable(path, f"its header claims {length:,} bytes of {whole:,}")
@@ -82,7 +82,7 @@ def read_header(file: BinaryIO, path: Path) -> Header:
     return Header(metadata, {name: _kind(header[name]) for name in ordered})
 
 
-def unreadable(path: Path, why: str) -> DataError:
+def unreadable(path: Source, why: str) -> DataError:
     """The refusal of a file that is no safetensors file."""
     return DataError(f"{path}: {UNREADABLE} ({why})")
 

@@ -201,7 +201,7 @@ def one_site(path: Path) -> Sites:
     return Sites(str(path), {_name_of(path): read_public(path)})
 
 
-def check_signed(path: Path, signed: Signed, sites: Sites) -> None:
+def check_signed(path: object, signed: Signed, sites: Sites) -> None:
     """Refuse a file that is not signed by one of the sites, saying how it fails."""
     if signed.site is None or signed.signature is None:
         raise DataError(

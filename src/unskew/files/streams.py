@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from unskew.errors import DataError
 from unskew.files import limits
 from unskew.files.headers import TYPES, Kind, read_header, unreadable
 from unskew.files.signing import LENGTH
-from unskew.files.untrusted import open_regular, reading
+from unskew.files.untrusted import Source, open_regular, reading
 from unskew.files.writing import replacing
 
 PIECE = 16 * 2**20  # bytes that are read at a time
@@ -65,7 +65,7 @@ def _title(name: str, kind: Kind) -> bytes:
 
 
 def write(
-    path: Path,
+    into: Path | BinaryIO,
     kinds: Mapping[str, Kind],
     pieces: Callable[[str], Iterator[Tensor]],
     metadata: Mapping[str, str],
@@ -76,27 +76,30 @@ def write(
     `sign` makes the signature of a digest, which comes beside it.
     """
     blank = {**metadata, **_blank(sign is not None)}
-    limits.check("header", len(_header(kinds, blank)), f"{path} (shorten the classes' names, or add fewer to a sum)")
+    where = into if isinstance(into, Path) else "this message"
+    limits.check("header", len(_header(kinds, blank)), f"{where} (shorten the classes' names, or add fewer to a sum)")
+    if isinstance(into, Path):
+        with replacing(into) as temporary, temporary.open("wb") as file:
+            return write(file, kinds, pieces, metadata, sign)
     digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(_header(kinds, blank))
-        for name in layout(kinds):
-            digest.update(_title(name, kinds[name]))
-            begin = file.tell()
-            for piece in pieces(name):
-                raw = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-                digest.update(raw)
-                file.write(raw)
-            assert file.tell() - begin == kinds[name].nbytes, name
-        made = {"digest": digest.hexdigest()} | ({"signature": sign(digest.hexdigest())} if sign else {})
-        file.seek(0)
-        file.write(_header(kinds, {**metadata, **made}))
+    into.write(_header(kinds, blank))
+    for name in layout(kinds):
+        digest.update(_title(name, kinds[name]))
+        begin = into.tell()
+        for piece in pieces(name):
+            raw = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            digest.update(raw)
+            into.write(raw)
+        assert into.tell() - begin == kinds[name].nbytes, name
+    made = {"digest": digest.hexdigest()} | ({"signature": sign(digest.hexdigest())} if sign else {})
+    into.seek(0)
+    into.write(_header(kinds, {**metadata, **made}))
 
 
 class Reader:
     """A file that is open: its metadata and the kinds of its tensors, checked; then its values, once, in order."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Source) -> None:
         self.path = path
         self._file = open_regular(path)
         try:

@@ -8,6 +8,7 @@ wrong on the way becomes a `DataError` that names the file.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from unskew.errors import DataError, UnskewError, one_line
 from unskew.files import limits
@@ -30,8 +31,25 @@ WHOLE = 2**64  # whole numbers are smaller
 # ---------------------------------------------------------------------------------------------- opening
 
 
-def open_regular(path: str | Path, limit: str | None = None) -> BinaryIO:
+class Content(NamedTuple):
+    """The content of a file that came by other ways than a disk, and the name by which it is refused."""
+
+    name: str
+    content: bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Source = Path | Content  # where something is read from
+
+
+def open_regular(path: str | Source, limit: str | None = None) -> BinaryIO:
     """Open a regular file for reading bytes; refused at once if it is anything else, or larger than a limit."""
+    if isinstance(path, Content):
+        if limit is not None:
+            limits.check(limit, len(path.content), path)
+        return io.BytesIO(path.content)
     # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
@@ -54,7 +72,7 @@ def open_regular(path: str | Path, limit: str | None = None) -> BinaryIO:
         raise
 
 
-def read_bytes(path: str | Path, limit: str) -> bytes:
+def read_bytes(path: str | Source, limit: str) -> bytes:
     """The content of a regular file, up to a limit; one that grows meanwhile ends there too."""
     with reading(path), open_regular(path, limit) as file:
         content = file.read(limits.most(limit) + 1)
@@ -62,7 +80,7 @@ def read_bytes(path: str | Path, limit: str) -> bytes:
         return content
 
 
-def read_text(path: str | Path, limit: str = "text") -> str:
+def read_text(path: str | Source, limit: str = "text") -> str:
     """The text of a regular file in UTF-8, without a byte order mark."""
     try:
         return read_bytes(path, limit).decode("utf-8-sig")
@@ -134,7 +152,7 @@ def _check_values(value: Any, where: object, finite: bool) -> None:
         level = [inner for each in level for inner in ([*each, *each.values()] if isinstance(each, dict) else each)]
 
 
-def read_toml(path: str | Path, limit: str = "toml") -> dict[str, Any]:
+def read_toml(path: str | Source, limit: str = "toml") -> dict[str, Any]:
     """The tables in a file of TOML; refused as JSON is, but for NaN and infinity."""
     text = read_text(path, limit)
     # Python's parser takes the square of the length of a dotted name, so these are counted first, outside of texts.

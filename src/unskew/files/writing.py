@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import DataError
-from unskew.files.untrusted import open_regular, parse_json, read_bytes, reading
+from unskew.files.untrusted import Content, Source, open_regular, parse_json, read_bytes, reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +61,19 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
 def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Replace a safetensors file; equal contents make equal bytes."""
+    write_bytes(path, tree_bytes(tree, metadata))
+
+
+def tree_bytes(tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """The content of a safetensors file; equal for equal tensors and metadata."""
     from safetensors.torch import save
 
     # Not save_file: it reports a full disk as an error of its own, and its files can't be read by others. And not its
@@ -72,29 +83,33 @@ def save_tree(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str] |
     header = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     text = json.dumps({**header, **json.loads(bytes(content[8:begin]))}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with replacing(path) as temporary:
-        temporary.write_bytes(b"".join([len(text).to_bytes(8, "little"), text, content[begin:]]))
+    return b"".join([len(text).to_bytes(8, "little"), text, content[begin:]])
 
 
-def load_tree(path: Path) -> tuple[Tree, dict[str, str]]:
+def load_tree(path: Source) -> tuple[Tree, dict[str, str]]:
     """The tensors and the metadata of a safetensors file, or a refusal that names the file; also of one whose seal does
     not fit, where it has one.
     """
     from safetensors import safe_open
+    from safetensors.torch import load
 
     from unskew.files.headers import UNREADABLE, read_header
 
     with open_regular(path, "memory") as opened:
         metadata, kinds = read_header(opened, path)
-        with reading(path, UNREADABLE), safe_open(path, framework="pt") as file:
-            tree = {name: file.get_tensor(name) for name in kinds}
+        with reading(path, UNREADABLE):
+            if isinstance(path, Content):
+                tree = load(path.content)
+            else:
+                with safe_open(path, framework="pt") as file:
+                    tree = {name: file.get_tensor(name) for name in kinds}
     told = metadata.get("seal")
     if told is not None and told != seal(tree, {name: value for name, value in metadata.items() if name != "seal"}):
         raise DataError(f"{path}: damaged, or changed: its contents do not fit its seal; get it again")
     return tree, metadata
 
 
-def metadata_of(path: Path) -> dict[str, str]:
+def metadata_of(path: Source) -> dict[str, str]:
     """The metadata alone: no tensor is read."""
     from unskew.files.headers import header_of
 
@@ -106,7 +121,7 @@ def save_sealed(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str]
     save_tree(path, tree, {**metadata, "seal": seal(tree, metadata)})
 
 
-def load_sealed(path: Path) -> tuple[Tree, dict[str, str]]:
+def load_sealed(path: Source) -> tuple[Tree, dict[str, str]]:
     """What `save_sealed` wrote, or a refusal if any bit of it is another one now: safetensors itself checks none."""
     tree, metadata = load_tree(path)
     if metadata.pop("seal", None) is None:

@@ -19,11 +19,13 @@ from torch import Tensor
 from unskew.files import limits
 
 REAL = ("float16", "bfloat16", "float32", "float64", "uint8")  # pixels too
-WORDS = ("int8", "int16", "int32", "int64", "bool")
+INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "bool")
 MOST, PARTS = 2**27, 64  # numbers in one example, and inputs: a line that says more is damaged
 EXAMPLES = 2  # that are enough to see what a model does
 _SIZE = "[1-9][0-9]{0,8}"
-_PART = re.compile(rf"(?:([A-Za-z_][A-Za-z0-9_]*):)?({'|'.join(REAL + WORDS)})\[((?:{_SIZE}(?:,{_SIZE}){{0,31}})?)\]")
+_PART = re.compile(
+    rf"(?:([A-Za-z_][A-Za-z0-9_]*):)?({'|'.join(REAL + INTEGER_DTYPES)})\[((?:{_SIZE}(?:,{_SIZE}){{0,31}})?)\]"
+)
 
 
 class Part(NamedTuple):
@@ -78,7 +80,7 @@ def described(x: Any, examples: int) -> str | None:
 
 def varies(text: str) -> bool:
     """Whether sizes may differ between batches and sites: where words are among the inputs."""
-    return any(part.dtype in WORDS for part in parsed(text))
+    return any(part.dtype in INTEGER_DTYPES for part in parsed(text))
 
 
 def alike(line: str, other: str) -> bool:
@@ -87,7 +89,10 @@ def alike(line: str, other: str) -> bool:
         return True
 
     def kinds(text: str) -> list[tuple[str | None, str, int]]:
-        return [(part.name, "words" if part.dtype in WORDS else part.dtype, len(part.sizes)) for part in parsed(text)]
+        return [
+            (part.name, "words" if part.dtype in INTEGER_DTYPES else part.dtype, len(part.sizes))
+            for part in parsed(text)
+        ]
 
     return varies(line) and kinds(line) == kinds(other)
 

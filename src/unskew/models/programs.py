@@ -20,7 +20,7 @@ from unskew.files.writing import replacing
 from unskew.models import endings
 from unskew.models.endings import Ending, Part, chosen, natural, output_at, outputs, refusal
 from unskew.models.features import Features, check_again, ended
-from unskew.models.inputs import WORDS
+from unskew.models.inputs import INTEGER_DTYPES
 from unskew.models.networks import Split, linear_of
 from unskew.models.running import applied, in_type_of, tried
 
@@ -161,7 +161,7 @@ def exported(model: nn.Module, example: Any, path: str | Path) -> None:
     if not tensors:
         raise UsageError(f"example is {type(example).__name__}, with no tensor: give an input to the model")
     batch = len(tensors[0])
-    words = any(str(value.dtype).removeprefix("torch.") in WORDS for value in tensors)
+    words = any(str(value.dtype).removeprefix("torch.") in INTEGER_DTYPES for value in tensors)
     shapes = torch.export.ShapesCollection()
 
     def here(value: Any) -> Any:

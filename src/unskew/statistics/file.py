@@ -13,10 +13,12 @@ squares are raised by what rounding can have lost, so that every file adds a sem
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -26,9 +28,18 @@ from unskew.files import limits
 from unskew.files.headers import Kind
 from unskew.files.signing import Key, signature_of
 from unskew.files.streams import Reader, size, write
-from unskew.files.untrusted import reading
+from unskew.files.untrusted import Source, reading
 from unskew.statistics.fingerprints import Part, copies, part_of
-from unskew.statistics.header import HELD, PRECISIONS, Head, head_of, kinds_of, metadata_of, read_head, rounding_of
+from unskew.statistics.header import (
+    HELD,
+    PRECISIONS,
+    Header,
+    header_in,
+    kinds_of,
+    metadata_of,
+    read_header,
+    rounding_of,
+)
 from unskew.statistics.merging import Joint, squares_of
 from unskew.statistics.moments import CUBED, REDUCES, FeatureStats, Sort
 from unskew.statistics.packing import diagonal, factor_in_place, pack, upper
@@ -55,9 +66,21 @@ def size_of(stats: FeatureStats, precision: str = "float64", signer: str | None 
 
 def save(stats: FeatureStats, path: Path, precision: str = "float64", key: Key | None = None) -> None:
     """Write a site's file, signed if there is a key; the old one survives if that fails."""
-    if len(stats.parts) > 1:
-        raise UsageError(f"these are the sum of {len(stats.parts)} files, not a site's own: save_sum writes {path}")
+    _check_own(stats, f"save_sum writes {path}")
     _write(stats, path, precision, key, summed=False)
+
+
+def to_bytes(stats: FeatureStats, precision: str = "float64", key: Key | None = None) -> bytes:
+    """The content of the file that `save` writes."""
+    _check_own(stats, "each site sends its own")
+    file = io.BytesIO()
+    _write(stats, file, precision, key, summed=False)
+    return file.getvalue()
+
+
+def _check_own(stats: FeatureStats, remedy: str) -> None:
+    if len(stats.parts) > 1:
+        raise UsageError(f"these are the sum of {len(stats.parts)} files, not a site's own: {remedy}")
 
 
 def save_sum(stats: FeatureStats, path: Path, key: Key | None = None) -> None:
@@ -69,7 +92,8 @@ def save_sum(stats: FeatureStats, path: Path, key: Key | None = None) -> None:
     _write(stats, path, "float64", key, summed=True)
 
 
-def _write(stats: FeatureStats, path: Path, precision: str, key: Key | None, summed: bool) -> None:
+def _write(stats: FeatureStats, into: Path | BinaryIO, precision: str, key: Key | None, summed: bool) -> None:
+    path = into if isinstance(into, Path) else "statistics"
     kinds = _kinds(stats, precision)
     check(stats, str(path))
     if stats.form in CUBED and stats.cubes is None:
@@ -89,7 +113,7 @@ def _write(stats: FeatureStats, path: Path, precision: str, key: Key | None, sum
         return signature_of(key, "sum" if summed else "statistics", stats.origin.nonce, digest)
 
     metadata = metadata_of(stats, precision, None if key is None else key.name, summed)
-    write(path, kinds, pieces, metadata, None if key is None else sign)
+    write(into, kinds, pieces, metadata, None if key is None else sign)
 
 
 Pieces = Callable[[], Iterator[Tensor]]
@@ -133,7 +157,7 @@ def _spread(scatter: Tensor, dimension: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------- reading
 
 
-def load(path: Path, form: str | None = None, examine: Callable[[Summary], None] | None = None) -> FeatureStats:
+def load(path: Source, form: str | None = None, examine: Callable[[Summary], None] | None = None) -> FeatureStats:
     """Read a file, in a cheaper form if one is given; or refuse it, naming the file and the field. `examine` is given
     what `scrutiny.py` finds in it.
     """
@@ -159,75 +183,76 @@ def total_of(
     of each. `examine` is given what `scrutiny.py` finds in each file that is added.
     """
     whole, taken = [Path(path) for path in sums], [Path(path) for path in without]
-    inside = {part.digest for path in whole for part in head_of(path).parts} if taken else set()
+    inside = {part.digest for path in whole for part in read_header(path).parts} if taken else set()
     early = [
-        path for path in taken if inside and head_of(path).digest in inside
+        path for path in taken if inside and read_header(path).digest in inside
     ]  # lest a site's new file meets its old
-    order = [*((path, 1, True) for path in whole), *((path, -1, False) for path in early),
+    order: list[tuple[Source, int, bool | None]] = [
+             *((path, 1, True) for path in whole), *((path, -1, False) for path in early),
              *((Path(path), 1, False) for path in paths),
              *((path, -1, False) for path in taken if path not in early)]  # fmt: skip
     return _total(order, form, progress, {Path(path) for path in accept}, examine)
 
 
 def _total(
-    files: Iterable[tuple[Path, int, bool | None]],  # of each the sign, and whether it must be a sum
+    files: Iterable[tuple[Source, int, bool | None]],  # of each the sign, and whether it must be a sum
     form: str | None,
     progress: Callable[[int], None] = lambda files: None,
-    accept: Iterable[Path] = (),
+    accept: Collection[Source] = (),
     examine: Callable[[Summary], None] | None = None,
 ) -> FeatureStats:
     total: FeatureStats | None = None
-    held: list[tuple[Part, Path]] = []  # the sites' own files that are in the sum, and which file brought each
+    held: list[tuple[Part, Source]] = []  # the sites' own files that are in the sum, and which file brought each
     for path, sign, summed in files:
         with reading(path), Reader(path) as file:
-            head = read_head(file)
-            check_role(path, head, summed)
-            if sign < 0 and head.digest not in [part.digest for part, _ in held]:
+            header = header_in(file)
+            check_role(path, header, summed)
+            if sign < 0 and header.digest not in [part.digest for part, _ in held]:
                 raise DataError(f"{path}: no part of the sum, so it can't be taken out: leave it out of --without")
-            wanted = form or head.form
-            if wanted not in REDUCES[head.form]:
-                raise DataError(f"{path}: form {wanted!r} can't be derived from form {head.form!r}: collect again")
-            sort = Sort(head.classes, head.dimension, wanted, head.transform, head.held_out is not None)
+            wanted = form or header.form
+            if wanted not in REDUCES[header.form]:
+                raise DataError(f"{path}: form {wanted!r} can't be derived from form {header.form!r}: collect again")
+            sort = Sort(header.classes, header.dimension, wanted, header.transform, header.held_out is not None)
             try:
                 if total is None:
                     start = path
                     _check_memory(path, sort)
-                    total = replace(FeatureStats.zero(*sort), origin=head.origin, right=0)
-                total = total.beside(sort, head.origin)
+                    total = replace(FeatureStats.zero(*sort), origin=header.origin, right=0)
+                total = total.beside(sort, header.origin)
             except UnskewError as error:
                 raise DataError(f"{path}: {error} (the first file was {start})") from None
-            own = _pour(file, head, total, sign, examine if sign > 0 else None)
+            own = _pour(file, header, total, sign, examine if sign > 0 else None)
         if sign > 0:
-            _check_new(path, own, held, path in accept)
+            check_new(path, own, held, path in accept)
             held += [(part, path) for part in own]
         else:
-            held.remove(next(each for each in held if each[0].digest == head.digest))
-        unknown = total.right is None or head.right is None
-        total = replace(total, right=None if unknown else (total.right or 0) + sign * (head.right or 0))
+            held.remove(next(each for each in held if each[0].digest == header.digest))
+        unknown = total.right is None or header.right is None
+        total = replace(total, right=None if unknown else (total.right or 0) + sign * (header.right or 0))
         progress(1)
     if total is None:
         raise UsageError("there are no statistics to add: give the files of at least one site")
     return replace(total, parts=tuple(part for part, _ in held))
 
 
-def _check_memory(path: Path, sort: Sort) -> None:
+def _check_memory(path: Source, sort: Sort) -> None:
     """Refuse statistics whose sum does not fit into memory; a file can be smaller, in a lower precision."""
     kinds = kinds_of(sort.classes, sort.dimension, sort.form, "float64", sort.held_out)
     limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
 
 
-def check_role(path: Path, head: Head, summed: bool | None) -> None:
+def check_role(path: object, header: Header, summed: bool | None) -> None:
     """Refuse a sum where a site's own file is wanted, and the other way round."""
-    if summed is False and head.parts:
+    if summed is False and header.parts:
         raise DataError(
-            f"{path}: a sum of {len(head.parts)} files, not a site's own, which has no parts. One that you wrote "
+            f"{path}: a sum of {len(header.parts)} files, not a site's own, which has no parts. One that you wrote "
             "yourself by --sum is given by --sums; a site that sends one is asked for its own file"
         )
-    if summed is True and not head.parts:
+    if summed is True and not header.parts:
         raise DataError(f"{path}: a site's own file, not a sum: give it by --stats")
 
 
-def _check_new(path: Path, own: Sequence[Part], held: Sequence[tuple[Part, Path]], accepted: bool) -> None:
+def check_new(path: object, own: Sequence[Part], held: Sequence[tuple[Part, object]], accepted: bool) -> None:
     """Refuse a site that is in the sum already; and its data, in whatever precision and form, unless accepted."""
     for part, other in held:
         if part.site is not None and part.site in {mine.site for mine in own}:
@@ -260,23 +285,23 @@ def counts_of(path: Path) -> tuple[Tensor, Tensor | None]:
 
 
 def _pour(
-    file: Reader, head: Head, total: FeatureStats, sign: int, examine: Callable[[Summary], None] | None = None
+    file: Reader, header: Header, total: FeatureStats, sign: int, examine: Callable[[Summary], None] | None = None
 ) -> tuple[Part, ...]:
     """Add the contents of a file to a sum in place, checking them on the way; whoever is refused spoils the sum. Gives
     the parts that the file brings, itself if it is a site's own.
     """
     arrived: dict[str, Tensor] = {}
-    step = STEP[rounding_of(head.form, head.precision)]
-    scrutiny = Scrutiny(str(file.path), head.form, head.transform, head.dimension, step) if examine else None
-    poured = [_Part(str(file.path), head, total, head.form, "", sign, scrutiny)]
+    step = STEP[rounding_of(header.form, header.precision)]
+    scrutiny = Scrutiny(str(file.path), header.form, header.transform, header.dimension, step) if examine else None
+    poured = [_Part(str(file.path), header, total, header.form, "", sign, scrutiny)]
     if total.held_out is not None:
-        poured.append(_Part(str(file.path), head, total.held_out, "pooled", HELD, sign, scrutiny))
+        poured.append(_Part(str(file.path), header, total.held_out, "pooled", HELD, sign, scrutiny))
     for name, start, piece in file.read():
         low, high = map(float, piece.aminmax()) if piece.numel() else (0.0, 0.0)  # in place of copies
         if not (low > -HIGHEST and high < HIGHEST):  # so for NaN too
             raise DataError(f"{file.path}: {name} holds NaN or infinite values, or some above {HIGHEST:g}")
         part = poured[name.startswith(HELD)]
-        if name == "scatter" and head.form == "class":
+        if name == "scatter" and header.form == "class":
             for label, row in enumerate(piece, start):
                 part.join(arrived, row, label)
             continue
@@ -285,7 +310,7 @@ def _pour(
             part.join(arrived, arrived.pop(name))
     for part in poured:
         part.meet(arrived)  # where there was no scatter
-    for key, told in (("count", head.examples), (f"{HELD}count", head.held_out)):
+    for key, told in (("count", header.examples), (f"{HELD}count", header.held_out)):
         if told is None:
             continue
         found = float(arrived[key].sum())
@@ -293,25 +318,32 @@ def _pour(
             raise DataError(f"{file.path}: {key} is {found:g}: can't be meant")
         if int(found) != told:
             raise DataError(f"{file.path}: examples is {told}, but {key} adds up to {int(found)}")
-    if head.held_out is not None and (arrived[f"{HELD}count"] > arrived["count"]).any():
+    if header.held_out is not None and (arrived[f"{HELD}count"] > arrived["count"]).any():
         raise DataError(f"{file.path}: more examples are held out than there are")
-    if head.right is not None and head.right > head.examples:
-        raise DataError(f"{file.path}: right is {head.right}, but there are {head.examples} examples")
+    if header.right is not None and header.right > header.examples:
+        raise DataError(f"{file.path}: right is {header.right}, but there are {header.examples} examples")
     if scrutiny is not None and examine is not None:
         count, mean, *held = (value for part in poured for value in (arrived[f"{part.prefix}count"], part.means))
-        examine(scrutiny.summary(count, mean, head.origin, (held[0], held[1]) if held else None, head.right))
-    if head.parts:
-        return head.parts
-    return (part_of(head.digest, head.site, arrived["count"], head.held_out, poured[0].means),)
+        examine(scrutiny.summary(count, mean, header.origin, (held[0], held[1]) if held else None, header.right))
+    if header.parts:
+        return header.parts
+    return (part_of(header.digest, header.site, arrived["count"], header.held_out, poured[0].means),)
 
 
 class _Part:
     """A part of a file, all its examples or those that are held out, on its way into a sum."""
 
     def __init__(
-        self, where: str, head: Head, into: FeatureStats, form: str, prefix: str, sign: int, scrutiny: Scrutiny | None
+        self,
+        where: str,
+        header: Header,
+        into: FeatureStats,
+        form: str,
+        prefix: str,
+        sign: int,
+        scrutiny: Scrutiny | None,
     ) -> None:
-        self.where, self.head, self.into, self.form, self.prefix, self.sign = where, head, into, form, prefix, sign
+        self.where, self.header, self.into, self.form, self.prefix, self.sign = where, header, into, form, prefix, sign
         self.scrutiny = scrutiny
         self.joint: Joint | None = None
         self.means = into.mean  # of this part, once they have arrived
@@ -348,7 +380,7 @@ class _Part:
             wide = (wide if label is None else wide[label]).double()
             scatter = scatter * pack(torch.outer(wide, wide)) / 32767
         where = f"{self.where}: {self.prefix}" if label is None else f"{self.where}: class {label}"
-        raised = _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.head)
+        raised = _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.header)
         cubes = None if cubes is None else cubes[place]
         if self.scrutiny is not None and self.prefix == HELD:
             self.scrutiny.see_held_out(count, self.means, scatter)
@@ -391,7 +423,7 @@ def _check_counts(where: str, count: Tensor, mean: Tensor) -> None:
 
 
 def _check_scatter(
-    where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, about: FeatureStats | Head
+    where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, about: FeatureStats | Header
 ) -> Tensor | None:
     """Refuse a scatter that no data can have: it must be positive semidefinite, up to rounding. Of the class form, for
     one class. Gives what its squares must be raised by to be semidefinite again, (d,); None: nothing.
@@ -402,7 +434,7 @@ def _check_scatter(
         raise DataError(f"{where} scatter is not zero{label}, of which count is 0")
     if form == "none":
         return None
-    precision = about.precision if isinstance(about, Head) else "float64"
+    precision = about.precision if isinstance(about, Header) else "float64"
     squares = squares_of(scatter, form, dimension)
     if (squares < 0).any():
         raise DataError(f"{where} scatter holds negative squares: no features have such moments")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from unskew.files import limits
 from unskew.files.headers import Kind
 from unskew.files.signing import Signed, is_name, is_nonce, is_signature
 from unskew.files.streams import Reader, layout
-from unskew.files.untrusted import parse_json
+from unskew.files.untrusted import Source, parse_json
 from unskew.models.inputs import parsed
 from unskew.statistics.fingerprints import Part, is_part
 from unskew.statistics.moments import CUBED, FORMS, FeatureStats
@@ -125,7 +124,7 @@ def metadata_of(stats: FeatureStats, precision: str, signer: str | None = None, 
     return {name: json.dumps(header[name]) for name in FIELDS}
 
 
-class Head(NamedTuple):
+class Header(NamedTuple):
     """What a file says of itself."""
 
     classes: int
@@ -150,13 +149,13 @@ class Head(NamedTuple):
         return Signed(kind, self.site, self.origin.nonce, self.digest, self.signature)
 
 
-def head_of(path: Path) -> Head:
+def read_header(path: Source) -> Header:
     """The header of a file, checked; its contents are not."""
     with Reader(path) as file:
-        return read_head(file)
+        return header_in(file)
 
 
-def read_head(file: Reader) -> Head:
+def header_in(file: Reader) -> Header:
     """The header of a file that is open."""
     path = file.path
     if file.digest is None:
@@ -202,7 +201,7 @@ def read_head(file: Reader) -> Head:
         told = [getattr(part, name) for part in parts]
         if (None if None in told else sum(told)) != header[name]:
             raise DataError(f"{path}: {name} is {header[name]}, but its parts have {str(told)[:80]}")
-    return Head(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
+    return Header(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
                 origin, header["producer"], file.digest, header["right"], parts, header["site"],
                 file.signature)  # fmt: skip
 

@@ -415,7 +415,7 @@ class FeatureStats:
         return replace(self, scatter=scatter, form=form, cubes=self.cubes if form in CUBED else None)
 
     @property
-    def kept(self) -> FeatureStats | None:
+    def without_held_out(self) -> FeatureStats | None:
         """Of the examples that were not held out; None where none were. In the pooled form or, from the diagonal form
         and from none, in none: more is not known of those that were.
         """

@@ -182,12 +182,12 @@ def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, para
     def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:
         context = Context(params, {**params, **client.own}, sent, client.memory, algorithm.numbers)
         local, count = begin(net, algorithm, context.start), len(todo.rows)
-        with noise(todo.noise, params):
+        with seeded_noise(todo.noise, params):
             for t in range(count):
                 with noted(f"while training client {id}, step {t + 1} of {count}"):
-                    batch = batch_of(data, like(params).dtype, todo.rows[t], at(todo.crops, t))
-                    local = step(local, batch, context, number(params, t / count), sgd)
-        upload, client = leave(net, algorithm, sgd, local, context, number(params, size))
+                    batch = batch_of(data, any_tensor(params).dtype, todo.rows[t], crops_at(todo.crops, t))
+                    local = step(local, batch, context, tensor_like(params, t / count), sgd)
+        upload, client = leave(net, algorithm, sgd, local, context, tensor_like(params, size))
         return Visited(upload, client, local.loss.item() / max(count, 1))
 
     return visit
@@ -198,25 +198,25 @@ def batch_of(data: Dataset, dtype: torch.dtype, rows: Tensor, crops: Crops | Non
     return Batch(normalise(gather(data.x, rows, crops), data.mean, data.std, dtype), data.y[rows])
 
 
-def at(crops: Crops | None, index: int | tuple[slice, int]) -> Crops | None:
+def crops_at(crops: Crops | None, index: int | tuple[slice, int]) -> Crops | None:
     """How the examples of one batch are cropped."""
     return None if crops is None else Crops(crops.shift[index], crops.flip[index])
 
 
-def like(params: Tree) -> Tensor:
+def any_tensor(params: Tree) -> Tensor:
     """A tensor of the model: its precision and device are those of all."""
     return next(iter(params.values()))
 
 
-def number(params: Tree, value: float) -> Tensor:
-    """A number in the model's precision, on its device."""
-    return torch.tensor(value, dtype=like(params).dtype, device=like(params).device)
+def tensor_like(params: Tree, value: float | list[int]) -> Tensor:
+    """A number, or several, in the model's precision and on its device."""
+    return torch.tensor(value, dtype=any_tensor(params).dtype, device=any_tensor(params).device)
 
 
 @contextlib.contextmanager
-def noise(seed: int, params: Tree) -> Iterator[None]:
+def seeded_noise(seed: int, params: Tree) -> Iterator[None]:
     """Seed the layers that draw for themselves, and leave the global generators as they were."""
-    device = like(params).device
+    device = any_tensor(params).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield

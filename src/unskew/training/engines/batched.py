@@ -10,7 +10,19 @@ from torch.func import vmap
 
 from unskew.data.datasets import Crops
 from unskew.methods.algorithm import Client, Context
-from unskew.training.client import Local, at, batch_of, begin, leave, like, local_step, noise, noted, number, settle
+from unskew.training.client import (
+    Local,
+    any_tensor,
+    batch_of,
+    begin,
+    crops_at,
+    leave,
+    local_step,
+    noted,
+    seeded_noise,
+    settle,
+    tensor_like,
+)
 from unskew.training.engines.protocol import RoundByRound
 from unskew.training.plan import Plan
 from unskew.training.training import Outcome, Round, Training
@@ -42,17 +54,17 @@ def batched(training: Training, last: Round, ids: Sequence[int]) -> Outcome:
     total, t = aggregator.begin(ids), 0
     after: dict[int, Client] = {}
     losses: dict[int, float] = {}
-    with noise(todo.noise, params):
+    with seeded_noise(todo.noise, params):
         for place, id in reversed([*enumerate(order)]):  # the shortest client that is still there
-            shares = torch.tensor(counts[: place + 1], dtype=like(params).dtype, device=like(params).device)
+            shares = tensor_like(params, counts[: place + 1])
             while t < counts[place]:
                 with noted(f"while training clients {order[: place + 1]}, step {t + 1}"):
-                    crops = at(todo.crops, (slice(place + 1), t))
-                    batch = batch_of(data, like(params).dtype, todo.rows[: place + 1, t], crops)
+                    crops = crops_at(todo.crops, (slice(place + 1), t))
+                    batch = batch_of(data, any_tensor(params).dtype, todo.rows[: place + 1, t], crops)
                     local = step(local, batch, context, t / shares, sgd)
                 t += 1
             done, given = _rows(local, context, place)
-            upload, client = leave(net, algorithm, sgd, done, given, number(params, sizes[id]))
+            upload, client = leave(net, algorithm, sgd, done, given, tensor_like(params, sizes[id]))
             total = aggregator.add(total, [id], stack([upload]))
             after[id] = Client(*(each(torch.clone, part) for part in client))  # not a view of the whole stack
             losses[id] = done.loss.item() / max(counts[place], 1)

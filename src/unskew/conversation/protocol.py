@@ -1,0 +1,361 @@
+"""The conversation that calibrates a model, without any transport: `serve` is the server's side, `reply` a site's.
+
+    server                          each site
+    Task             ->             reply: Statistics of its features, a part of its examples held out
+    Candidates       ->             reply: Answer, how many of those each head gets right
+    the Result: the head that does best, who took part, who did not and why
+
+`serve` is a generator: it yields a request to all sites, and is sent pairs of a site's name and what came from it, as
+they come. Statistics are added one by one, so whoever carries replies need not hold them all. Neither side knows of
+files, networks or clocks: a transport only carries (`talk`), and hands over a `Fault`, an exception or nothing where a
+reply did not come. What that means is decided by the `Roster`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from unskew.calibration.heads import with_classifier
+from unskew.conversation.agreement import Known, check_known, images_of
+from unskew.conversation.answers import Answer, Counts, Owner, check_answer, counts_in
+from unskew.conversation.calibrating import Material, Plan, Validation, make_head, odd, plan_for, propose, validate
+from unskew.conversation.errands import Batches, answer_of, collected, form_within, scores_of
+from unskew.conversation.heads_file import Heads, heads_bytes
+from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
+from unskew.conversation.roster import Late, Require, Roster, Sent, needed
+from unskew.conversation.tasks import Task, check_header, check_nonce
+from unskew.errors import DataError, UnskewError, UsageError, expect
+from unskew.files.signing import Key, Sites, check_signed
+from unskew.models.networks import Split
+from unskew.models.transforms import Transform
+from unskew.statistics.collecting import weights_digest
+from unskew.statistics.doubts import check_plausible, check_sum, dominating
+from unskew.statistics.file import check_new, check_role
+from unskew.statistics.fingerprints import Part
+from unskew.statistics.moments import FeatureStats
+from unskew.statistics.origin import Origin
+from unskew.statistics.robust import robust_sum
+from unskew.statistics.scrutiny import WARN, Summary
+
+HOLD_OUT = 0.2  # of each site's examples, unless a task says otherwise
+
+TASK = "task.toml"  # as a refusal calls it
+
+Replies: TypeAlias = Iterable[tuple[str, Sent]]
+
+
+# ---------------------------------------------------------------------------------------------- a site
+
+
+def reply(
+    request: Request | bytes,
+    model: Split,
+    batches: Batches,
+    sent: Statistics | str | None = None,
+    *,
+    key: Key | None = None,
+    server: Sites | None = None,
+) -> Reply:
+    """What a site replies to a request, from the model that all share and batches of its own examples.
+
+    Batches must come in the same order each time: what is held out is chosen by lot in that order. `sent` is what the
+    site has replied before, or its digest: an answer to heads says by it whose it is. `key` signs what is sent;
+    `server` is the server's key, without which heads are refused.
+
+    >>> import torch
+    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 3))
+    >>> said = reply(Task(form="pooled"), model, [(torch.randn(10, 2), torch.arange(10) % 3)])
+    >>> said.header.examples
+    10
+    """
+    request = read_request(request) if isinstance(request, bytes) else request
+    expect("model", model, Split, "cut it first: split(module, example)")
+    if isinstance(request, Task):
+        return _statistics(request, model, batches, key)
+    heads = request.heads(model)
+    if server is not None:
+        check_signed("heads", heads.signed, server)
+    if sent is None:
+        raise UsageError("sent is None: an answer to heads needs what this site has sent before, or its digest")
+    if isinstance(sent, Statistics) and heads.signed.nonce != sent.header.origin.nonce:
+        raise DataError("these heads are of another conversation than the statistics that this site has sent")
+    hold_out = heads.hold_out or 0.0
+    scores = scores_of(model, batches, heads.modules, hold_out)
+    return answer_of(heads, scores, sent if isinstance(sent, str) else sent.header.digest, hold_out).sealed(key)
+
+
+def _statistics(task: Task, model: Split, batches: Batches, key: Key | None) -> Statistics:
+    """The statistics that a task asks for."""
+    origin = Origin(labels=task.labels, preparation=str(task.preparation) or None, nonce=task.nonce)
+    width = Transform(task.transform).width(model.dimension)
+    form, precision = form_within(task.budget, model.classes, width, task.form, task.precision, task.transform,
+                                  bool(task.hold_out), origin)  # fmt: skip
+    found = collected(model, batches, form, task.transform, task.hold_out, origin=origin, fresh=True)  # none is judged
+    return Statistics.of(found.stats, precision, key)
+
+
+# ---------------------------------------------------------------------------------------------- the server
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a conversation."""
+
+    model: Split  # a copy, with the head that was chosen
+    head: str  # the name of that head: of its calibrator, or "old"
+    statistics: FeatureStats  # the sum that heads were made from
+    rosters: tuple[Roster, ...]  # who took part: of statistics and, where heads were validated, of answers
+    validation: Validation | None  # what the sites found of the heads; None: nobody has checked them
+    notes: tuple[str, ...]  # what is odd about the statistics, and who decides alone
+
+    def __str__(self) -> str:
+        checked = "unverified: no site has checked it"
+        if self.validation is not None:
+            scores = ", ".join(f"{name} {value:.1%}" for name, value in self.validation.accuracies.items())
+            checked = f"of {float(self.validation.whole.total.sum()):,.0f} held-out examples right: {scores}"
+        return "\n".join([f"head: {self.head}; {checked}", *map(str, self.rosters), *self.notes])
+
+
+def serve(
+    model: Split,
+    sites: Iterable[str],
+    task: Task | None = None,
+    *,
+    calibrator: str = "auto",
+    validated: bool = True,
+    require: Require = "all",
+    robust: bool = False,
+    accept: Sequence[str] = (),
+    prior: Tensor | None = None,
+    keys: Sites | None = None,
+    key: Key | None = None,
+    fresh: bool = False,
+    seed: int = 0,
+) -> Generator[Request, Replies, Result]:
+    """The server's side: yields requests, is sent replies, returns a `Result`.
+
+    `sites` are the names of those who are asked, as the transport knows them. The `task` says which statistics they
+    collect; without one a fifth of their examples is held out. Unless `validated` is False, sites score candidate heads
+    on that part, and the best is taken: the old one, if no other is better. `require` says how many sites must reply
+    each time: "all", a share such as 0.8, or a number.
+
+    `robust` caps what one site can do, and then holds all statistics until the last has come. Sites that are
+    implausible beside the others stop the conversation unless they are among `accept`. With `keys`, what a site has not
+    signed under its own name is refused; `key` signs the heads. `prior` is the mix of classes expected in use, and
+    `fresh` tells that the model's head is new. Where nobody says what the inputs are, the first site's word counts.
+    Statistics are added in the order in which they come: another order can change the last digits.
+
+    >>> import torch
+    >>> server = serve(Split(torch.nn.Identity(), torch.nn.Linear(2, 3)), ["a", "b"], Task(form="pooled", hold_out=0.2))
+    >>> next(server).hold_out
+    0.2
+    >>> server.send([("a", b"damaged")])
+    Traceback (most recent call last):
+    unskew.errors.DataError: statistics: 0 of 2 sites; a: damaged ...
+    """
+    expect("model", model, Split, "cut it first: split(module, example)")
+    task = Task(form="pooled", hold_out=HOLD_OUT) if task is None else task
+    if validated and not task.hold_out:
+        raise UsageError("hold_out of the task is 0: hold a part out to validate heads on, or give validated=False")
+    roster = Roster("statistics", sites)
+    needed(require, len(roster.expected))
+    gathering = _Gathering(model, task, accept, keys, lambda forms: plan_for(
+        calibrator, forms, Transform(task.transform).name, model.classifier, robust=robust, prior=prior is not None
+    ), whole=validated, robust=robust)  # fmt: skip
+    replies = yield task
+    _hear(roster, replies, gathering.add)
+    roster.check(require)
+    material = gathering.material(prior, linear_device(model))
+    if not validated:
+        new = make_head(calibrator, material, model.classifier, seed)
+        name = gathering.plan.wanted.name
+        return Result(with_classifier(model, new), name, material.stats, (roster,), None, gathering.notes)
+    proposal = propose(calibrator, material, model.classifier, seed)
+    request = Candidates(heads_bytes(model, proposal.heads, proposal.stats, fresh, key, task.hold_out))
+    del proposal
+    hearing = _Hearing(request.heads(model), model.classes, gathering.owners, keys)
+    idle = [owner.name for owner in gathering.owners.values() if not owner.examples_held_out]
+    asked = [site for site in roster.answered if site not in idle]
+    if not asked:
+        raise DataError("no site has held out an example to score heads on: raise hold_out, or give validated=False")
+    second = Roster("answers", asked, idle)
+    replies = yield request
+    _hear(second, replies, hearing.add)
+    second.check(require if not isinstance(require, int) else min(require, len(asked) + len(idle)))
+    found = validate(hearing.counts, prior)
+    notes = (*gathering.notes, *(_alone(site, other) for site, other in found.deciding.items()))
+    chosen = with_classifier(model, hearing.heads.modules[found.best])
+    return Result(chosen, found.best, material.stats, (roster, second), found, notes)
+
+
+def linear_device(model: Split) -> Any:
+    """Where the model's classifier lies."""
+    return next(model.classifier.parameters()).device
+
+
+def _hear(roster: Roster, replies: Replies, use: Callable[[str, Reply], None]) -> None:
+    """Enter replies one by one, as they come; what was used is not kept."""
+    pairs = replies.items() if isinstance(replies, Mapping) else replies
+    for site, sent in pairs:
+        roster.take(site, sent, use)
+
+
+def _alone(site: str, other: str | None) -> str:
+    return f"{site} decides alone: " + ("nobody else has answered" if other is None else f"without it {other} is best")
+
+
+class _Gathering:
+    """Statistics on their way into one sum: beside it, at most one site's are held."""
+
+    def __init__(
+        self, model: Split, task: Task, accept: Sequence[str], keys: Sites | None,
+        plan: Callable[[list[str]], Plan], whole: bool, robust: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.task, self.accept, self.keys = model, task, accept, keys
+        self.weights = weights_digest(model)
+        self.width = Transform(task.transform).width(model.dimension)
+        self._plan, self.whole, self.robust = plan, whole, robust
+        self.plan: Plan
+        self.total: FeatureStats | None = None
+        self.parts: list[tuple[Part, str]] = []
+        self.seen: list[Summary] = []
+        self.owners: dict[str, Owner] = {}
+        self.each: list[FeatureStats] = []  # each site's own, where they are needed
+        self.notes: tuple[str, ...] = ()
+
+    def add(self, site: str, sent: Reply) -> None:
+        """Add a site's statistics, or refuse them; then the sum is as it was."""
+        if not isinstance(sent, Statistics):
+            raise DataError(f"{site}: an answer to heads, which nobody has asked for yet")
+        header = sent.header
+        self._check(site, sent)
+        plan = self._plan([self.task.form or header.form])
+        form = plan.form if self.whole else plan.least
+        seen: list[Summary] = []
+        stats = sent.stats(site, form, seen.append)
+        check_plausible([doubt for doubt in seen[0].doubts if doubt.severity != WARN], self.accept)
+        check_new(site, stats.parts, self.parts, site in self.accept)
+        own, bare = stats.parts, replace(stats, parts=())
+        if self.total is not None:
+            self.total.beside(bare.sort, bare.origin)
+        if self.robust:
+            self.each.append((bare.without_held_out if self.whole else None) or bare)
+        elif plan.wanted.apart and not self.whole:
+            self.each.append(bare.reduced("none"))
+        held = bare.count.new_zeros(bare.classes) if bare.held_out is None else bare.held_out.count.clone()
+        self.owners[header.digest] = Owner(site, header.site, bare.count.clone(), held, header.examples,
+                                           header.held_out or 0)  # fmt: skip
+        self.plan = plan
+        self.seen += seen
+        self.parts += [(part, site) for part in own]
+        self.total = copy.deepcopy(bare) if self.total is None else self.total._joined(bare)
+
+    def _check(self, site: str, sent: Statistics) -> None:
+        """Refuse statistics by their header: not of this task, this model, or this site."""
+        header, model = sent.header, self.model
+        check_role(site, header, False)
+        check_nonce(self.task, TASK, site, header.origin.nonce)
+        if self.keys is not None:
+            check_signed(site, header.signed, self.keys)
+        if header.site not in (None, site):
+            raise DataError(f"{site}: signed by {header.site}, whose statistics these are: each site sends its own")
+        check_header(self.task, TASK, site, header)
+        if not header.examples:
+            raise DataError(f"{site}: the site has no examples: leave it out")
+        if header.origin.weights not in (None, self.weights):
+            raise DataError(f"{site}: collected with other weights than this model's: let the site load these")
+        if (header.classes, header.dimension) != (model.classes, self.width):
+            raise DataError(f"{site}: {header.classes} classes and {header.dimension} features, but the model has "
+                            f"{model.classes} and {self.width}: let the site load this model")  # fmt: skip
+        known = Known(site, header.origin.labels, inputs=header.origin.inputs)
+        check_known(known, [Known(TASK, self.task.labels, inputs=images_of(self.task.preparation))])
+
+    def material(self, prior: Tensor | None, device: Any) -> Material:
+        """What heads are made from, once all have come; refused where sites are implausible beside each other."""
+        assert self.total is not None
+        total = replace(self.total, parts=tuple(part for part, _ in self.parts))
+        told = odd(self.seen, self.accept, total.origin.labels)
+        told += dominating({owner.name: owner.examples for owner in self.owners.values()})
+        check_sum(total, False, max(site.step for site in self.seen))
+        if self.robust:
+            total = replace(robust_sum(self.each), parts=total.parts)
+            self.each = []
+        absent = (total.count == 0).nonzero().flatten().tolist()
+        names = [str(label) if total.origin.labels is None else total.origin.labels[label] for label in absent]
+        told += [f"no site has examples of {', '.join(names[:10])}: the new head can't know them"] if names else []
+        self.notes = tuple(told)
+        return Material(total.to(device), [each.to(device) for each in self.each], prior)
+
+
+class _Hearing:
+    """Answers to candidate heads."""
+
+    def __init__(self, heads: Heads, classes: int, owners: Mapping[str, Owner], keys: Sites | None) -> None:
+        self.heads, self.classes, self.owners, self.keys = heads, classes, owners, keys
+        self.counts: dict[str, Counts] = {}
+
+    def add(self, site: str, sent: Reply) -> None:
+        """Take a site's answer, or refuse it."""
+        if not isinstance(sent, Answer):
+            raise Late(f"{site}: statistics, which came too late to be added")
+        if self.keys is not None:
+            check_signed(site, sent.signed, self.keys)
+        own = {digest: owner for digest, owner in self.owners.items() if owner.name == site}
+        check_answer(site, sent, self.heads, self.classes, own)
+        if sent.site not in (None, site):
+            raise DataError(f"{site}: signed by {sent.site}: each site gives its own answer")
+        self.counts[site] = counts_in(sent, self.heads)
+
+
+# ---------------------------------------------------------------------------------------------- carrying
+
+
+def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], Replies]) -> Result:
+    """Lead a conversation to its end: `ask` carries a request to the sites and gives what comes back, as it comes.
+
+    All that a transport has to be: see `in_process`.
+
+    >>> import torch
+    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
+    >>> sites = {name: [(torch.randn(50, 2), torch.arange(50) % 2)] for name in ("a", "b")}
+    >>> result = talk(serve(model, sites), in_process(model, sites))
+    >>> result.rosters[0].answered
+    ('a', 'b')
+    """
+    request = next(server)
+    while True:
+        try:
+            request = server.send(ask(request))
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request], Replies]:
+    """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice.
+
+    >>> import torch
+    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
+    >>> ask = in_process(model, {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]})
+    >>> [(site, said.header.examples) for site, said in ask(Task(form="pooled"))]
+    [('a', 50)]
+    """
+    sent: dict[str, Statistics] = {}
+
+    def ask(request: Request) -> Iterator[tuple[str, Sent]]:
+        for site, batches in data.items():
+            try:
+                said = reply(request, model, batches, sent.get(site))
+            except UnskewError as error:
+                yield site, error
+                continue
+            if isinstance(said, Statistics):
+                sent[site] = said
+            yield site, said
+
+    return ask

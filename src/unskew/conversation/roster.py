@@ -1,0 +1,159 @@
+"""Who was asked, who has replied, and whether that is enough.
+
+A transport can lose, delay, repeat or damage a reply, and anybody can send something. What each of these means is
+decided here, once, for all transports:
+
+    answered    the reply is there, whole, and was taken
+    missing     nothing came
+    late        it came after its time: the transport says so, or it replies to an earlier request
+    failed      the transport says that the site could not
+    damaged     its bytes are not those that were sent
+    refused     it is whole, but can't be taken: other weights, another task, no signature, implausible, a copy, ...
+
+The first reply that can be taken counts, so a site can send again after a damaged one. What comes after that is told as
+`doubled` and not used. Whoever was not asked is told as a stranger and not used. `check` decides by `require`: "all", a
+share such as 0.8, or a number of sites.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
+
+from unskew.conversation.answers import Answer
+from unskew.conversation.messages import Fault, Reply, Statistics, read_reply
+from unskew.errors import DataError, UnskewError, UsageError
+
+Require: TypeAlias = str | int | float
+Sent: TypeAlias = Reply | bytes | Fault | BaseException | None  # what a transport can hand over for a site
+
+
+class Entry(NamedTuple):
+    """How it stands with one site."""
+
+    status: str
+    why: str = ""
+
+
+class Late(DataError):
+    """A reply to an earlier request."""
+
+
+class Roster:
+    """The sites that were asked for something, and what came of it.
+
+    >>> roster = Roster("statistics", ["a", "b"])
+    >>> roster.take("a", Fault("late", "no reply within 600 s"), lambda site, reply: None)
+    >>> print(roster)
+    statistics: 0 of 2 sites; a: late (no reply within 600 s); b: missing
+    """
+
+    def __init__(self, what: str, sites: Iterable[str], excused: Iterable[str] = ()) -> None:
+        self.what = what
+        self.excused = tuple(excused)  # who has nothing to reply, and counts as if it had
+        self.expected = tuple(sites)
+        if not self.expected or not all(isinstance(site, str) and site for site in self.expected):
+            raise UsageError(f"sites is {self.expected!r}: give the name of at least one site, each a text")
+        if len(set(self.expected)) < len(self.expected):
+            raise UsageError("sites names a site twice: name each once")
+        self.entries: dict[str, Entry] = dict.fromkeys(self.expected, Entry("missing"))
+        self.doubled: dict[str, str] = {}
+        self.strangers: dict[str, str] = {}
+        self._first: dict[str, str] = {}  # the digest of the reply that counts
+
+    def take(self, site: str, sent: Sent, use: Callable[[str, Reply], None]) -> None:
+        """Enter what came from a site; `use` takes the reply, or refuses it by raising."""
+        if site in self.excused:
+            return
+        if sent is None or isinstance(sent, BaseException | Fault):
+            if site in self.entries:
+                self._enter(site, _fault(sent))
+            return
+        if site not in self.entries:
+            self.strangers[str(site)] = "was not asked"
+            return
+        try:
+            reply = read_reply(sent, site) if isinstance(sent, bytes) else sent
+        except DataError as error:
+            self._enter(site, Entry("damaged", str(error)))
+            return
+        if site in self._first:
+            same = _digest(reply) == self._first[site]
+            self.doubled[site] = "the same reply again" if same else "another reply, which is not used"
+            return
+        try:
+            use(site, reply)
+        except Late as error:
+            self._enter(site, Entry("late", str(error)))
+        except UnskewError as error:
+            self._enter(site, Entry("refused", str(error)))
+        else:
+            self.entries[site], self._first[site] = Entry("answered"), _digest(reply)
+
+    def _enter(self, site: str, entry: Entry) -> None:
+        """Note a fault, unless the site has answered already."""
+        if site in self._first:
+            self.doubled[site] = f"something after its reply: {entry.status}"
+        else:
+            self.entries[site] = entry
+
+    @property
+    def answered(self) -> tuple[str, ...]:
+        """Whose replies are used."""
+        return tuple(site for site, entry in self.entries.items() if entry.status == "answered")
+
+    @property
+    def absent(self) -> dict[str, Entry]:
+        """Whose are not, and why."""
+        return {site: entry for site, entry in self.entries.items() if entry.status != "answered"}
+
+    def check(self, require: Require) -> None:
+        """Go on, or refuse to with the name of everybody who is absent."""
+        least = needed(require, len(self.expected) + len(self.excused))
+        there = len(self.answered) + len(self.excused)
+        if there >= least and self.answered:
+            return
+        raise DataError(
+            f"{self}. require is {require!r}, which takes {max(least, 1)}: ask them again, leave them out of sites, or "
+            "require less"
+        )
+
+    def __str__(self) -> str:
+        told = [f"{site}: {entry.status}" + (f" ({entry.why})" if entry.why else "")
+                for site, entry in self.absent.items()]  # fmt: skip
+        told += [f"{site}: {why}" for site, why in (*self.doubled.items(), *self.strangers.items())]
+        return "; ".join([f"{self.what}: {len(self.answered)} of {len(self.expected)} sites", *told])
+
+
+def needed(require: Require, sites: int) -> int:
+    """How many of some sites must answer.
+
+    >>> needed("all", 10), needed(0.75, 10), needed(3, 10)
+    (10, 8, 3)
+    """
+    if require == "all":
+        return sites
+    if isinstance(require, int) and not isinstance(require, bool) and 1 <= require <= sites:
+        return require
+    if isinstance(require, float) and 0 < require <= 1:
+        return math.ceil(require * sites - 1e-9)
+    raise UsageError(
+        f"require is {require!r}: allowed are 'all', a share above 0 and up to 1.0, or a number from 1 to {sites}"
+    )
+
+
+def _fault(sent: Fault | BaseException | None) -> Entry:
+    if sent is None:
+        return Entry("missing")
+    if isinstance(sent, BaseException):
+        return Entry("failed", str(sent) or type(sent).__name__)
+    if sent.status not in ("missing", "late", "failed"):
+        raise UsageError(f"status of a Fault is {sent.status!r}: allowed are missing, late, failed")
+    return Entry(sent.status, sent.why)
+
+
+def _digest(reply: Reply) -> str:
+    if not isinstance(reply, Statistics | Answer):
+        raise UsageError(f"a reply is {type(reply).__name__}: it must be bytes, Statistics, an Answer or a Fault")
+    return reply.header.digest if isinstance(reply, Statistics) else reply.digest
