@@ -104,7 +104,15 @@ def _statistics(task: Task, model: Split, batches: Batches, key: Key | None) -> 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a conversation."""
+    """What came of a conversation.
+
+    >>> from torch import nn
+    >>> model = unskew.Split(nn.Identity(), nn.Linear(2, 2))
+    >>> sites = {name: [(torch.randn(50, 2), torch.arange(50) % 2)] for name in ("a", "b")}
+    >>> result = unskew.talk(unskew.serve(model, sites), unskew.in_process(model, sites))
+    >>> print(*result.rosters, sep="; ")
+    statistics: 2 of 2 sites; answers: 2 of 2 sites
+    """
 
     model: Split  # a copy, with the head that was chosen
     head: str  # the name of that head: of its calibrator, or "old"
