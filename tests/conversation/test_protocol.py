@@ -446,7 +446,7 @@ def test_only_what_sites_have_signed_under_their_own_name_is_taken(keys):
     own, public = keys
     result = talk(serve(MODEL, NAMES, TASK, keys=public, key=own["server"]), signing(own, server=public))
     assert result.rosters[1].answered == NAMES
-    for who in (lambda site: None, lambda site: "a"):
+    for who in (lambda site: None, lambda site: "a", {"a": "b", "b": "a", "c": "c", "d": "d"}.get):
         with pytest.raises(DataError, match="b: refused"):
             talk(serve(MODEL, NAMES, TASK, keys=public), signing(own, who))
     with pytest.raises(DataError, match="heads: not signed"):

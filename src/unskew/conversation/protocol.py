@@ -39,7 +39,7 @@ from unskew.conversation.errands import Batches, answer_of, collected, form_with
 from unskew.conversation.heads_file import Heads, heads_bytes
 from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Late, Require, Roster, Sent, Taken, needed
-from unskew.conversation.tasks import Task, check_header, check_nonce
+from unskew.conversation.tasks import Task, check_header
 from unskew.errors import DataError, UnskewError, UsageError, expect
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
@@ -285,12 +285,11 @@ class _Gathering:
         """Refuse statistics by their header: not of this task, this model, or this site."""
         header, model = sent.header, self.model
         check_role(site, header, False)
-        check_nonce(self.task, TASK, site, header.origin.nonce)
+        check_header(self.task, TASK, site, header)
         if self.keys is not None:
             check_signed(site, header.signed, self.keys)
         if header.site not in (None, site):
             raise DataError(f"{site}: signed by {header.site}, whose statistics these are: each site sends its own")
-        check_header(self.task, TASK, site, header)
         if not header.examples:
             raise DataError(f"{site}: the site has no examples: leave it out")
         if header.origin.weights not in (None, self.weights):
