@@ -40,7 +40,7 @@ STATISTICS, DOUBTS = "statistics/test_statistics.py", "statistics/test_doubts.py
 SCRUTINY = "statistics/test_scrutiny.py"
 HEADS, RIDGE = "calibration/test_heads.py", "calibration/test_ridge.py"
 SELECTION = "calibration/test_selection.py"
-ENGINE, EQUATIONS = "training/test_engine.py", "methods/test_equations.py"
+ENGINE = "training/test_engine.py"
 ANSWERS, TASKS = "conversation/test_answers.py", "conversation/test_tasks.py"
 AGREEMENT = "conversation/test_agreement.py"
 STREAMS, IDENTITY = "files/test_streams.py files/test_seals.py", "statistics/test_identity.py"
@@ -125,9 +125,9 @@ MUTANTS = [
     Mutant("calibration", ".mean(1).sqrt()", ".sqrt().mean(1)", f"{SELECTION} -k separation"),
     # ------------------------------------------------------------------------------------------ training
     Mutant("training", "size + torch.arange(-size % batch)", "torch.arange(-size % batch)", ENGINE),
-    Mutant("training", "scale(statistics, examples)", "statistics", f"{ENGINE} {EQUATIONS}"),
+    Mutant("training", "scale(statistics, examples)", "statistics", "golden/test_golden.py -k fedavg-batch"),
     Mutant("training", "            steps = each(torch.where, gate, steps, local.steps)\n", "",
-           f"{EQUATIONS} methods/test_methods.py"),
+           "methods/test_fixed_points.py -k turns"),
     Mutant("training", "math.floor(value + 0.5)", "round(value)", "training/test_simulate.py"),
     Mutant("training", "number % self.recalibrate[1] == 0", "(number - 1) % self.recalibrate[1] == 0",
            "training/test_simulate.py"),

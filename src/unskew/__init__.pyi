@@ -10,7 +10,7 @@ from unskew.calibration.heads import (
     oracle as oracle,
 )
 from unskew.calibration.influence import influences as influences
-from unskew.conversation.messages import Fault as Fault, Reply as Reply, Request as Request
+from unskew.conversation.messages import Fault as Fault
 from unskew.conversation.model_file import load_model as load_model
 from unskew.conversation.protocol import (
     Result as Result,

@@ -9,7 +9,7 @@ from torch import nn
 from helpers.features import data, old, parts
 from unskew.calibration.discriminants import lda
 from unskew.calibration.heads import calibrate, ccvr, ffc
-from unskew.calibration.selection import BEST, calibrator_of, calibrators, candidates, chosen, separation
+from unskew.calibration.selection import BEST, calibrator_of, calibrators, candidates, chosen, deciding, separation
 from unskew.errors import UsageError
 from unskew.models.networks import Split
 from unskew.statistics.collecting import collect
@@ -189,5 +189,21 @@ def test_the_old_head_stays_unless_another_is_better():
     assert best == "old"  # equally good is not better
     assert accuracies == pytest.approx({"old": 0.85, "a": 0.85, "b": 0.85})
     assert chosen(counts, total, torch.tensor([0.5, 0.5]))[0] == "a"
+    more = {
+        name: torch.cat([right, torch.zeros(1)]) for name, right in counts.items()
+    }  # and a class that nobody scored
+    _, accuracies = chosen(more, torch.tensor([10.0, 90.0, 0.0]), torch.tensor([0.1, 0.1, 0.8]))
+    assert accuracies == pytest.approx(chosen(counts, total, torch.tensor([0.5, 0.5]))[1])
     with pytest.raises(UsageError, match="no examples"):
         chosen(counts, torch.zeros(2))
+
+
+def test_who_contradicts_the_others_decides_though_they_lose_by_chance_alone():
+    """They find the old head a little better, 0.8 standard errors; the site finds the new one better, 2.2 away."""
+
+    def counted(old, new, total):
+        return {"old": torch.tensor([old]), "new": torch.tensor([new])}, torch.tensor([total])
+
+    others = counted(80.0, 75.0, 100.0)
+    assert deciding({"others": others, "site": counted(35.0, 44.0, 50.0)}) == {"site": "old"}
+    assert deciding({"others": others, "site": counted(36.0, 42.0, 50.0)}) == {}

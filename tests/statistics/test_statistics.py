@@ -442,3 +442,17 @@ def test_a_site_of_other_sizes_is_not_taken_out_of_a_sum():
             _ = (good + bad) - bad
         milder = FeatureStats.of(255 * z.flip(0), y, 3, form)
         torch.testing.assert_close(((good + milder) - milder).squares, good.squares, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_taken_out_takes_its_right_answers_along_and_has_no_more_of_any_class():
+    z, y = features(60, 3, 2)
+    one, other = (
+        replace(FeatureStats.of(z[some], y[some], 2), right=right)
+        for some, right in ((slice(0, 40), 30), (slice(40, 60), 7))
+    )
+    assert (one + other).right == 37
+    assert ((one + other) - other).right == 30
+    few = y.clone()
+    few[0], few[1:] = 1, 0
+    with pytest.raises(DataError, match="class 1"):  # of class 0 there are enough
+        FeatureStats.of(z, few, 2) - FeatureStats.of(z[:10], torch.tensor([1, 1] + 8 * [0]), 2)
