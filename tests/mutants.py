@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant("training", "scale(statistics, examples)", "statistics", "golden/test_golden.py -k fedavg-batch"),
     Mutant("training", "            steps = each(torch.where, gate, steps, local.steps)\n", "",
            "methods/test_fixed_points.py -k turns"),
-    Mutant("training", "math.floor(value + 0.5)", "round(value)", "training/test_simulate.py"),
+    Mutant("training", "math.floor(fraction * clients + 0.5)", "math.ceil(fraction * clients - 0.5)", ENGINE),
     Mutant("training", "number % self.recalibrate[1] == 0", "(number - 1) % self.recalibrate[1] == 0",
            "training/test_simulate.py"),
     Mutant("training", "math.fsum(n * value for n, value", "math.fsum(value for n, value", "training/test_simulate.py"),
