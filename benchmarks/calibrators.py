@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
+from unskew import Experiment, load_model, run
 from unskew.calibration.heads import oracle, with_classifier
 from unskew.calibration.selection import calibrators
-from unskew.experiments import Experiment, load_model, run
 from unskew.experiments.resolve import data_of, federation_of
 from unskew.models.evaluate import batches, score
 from unskew.models.networks import Split, evaluating, linear
-from unskew.specs import made
+from unskew.specs import build as build_spec
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import added
 
@@ -99,7 +99,7 @@ def accuracies(args, alpha, cut):
         found["oracle"] = accuracy(oracle(cut_off, clients, torch.Generator().manual_seed(0), epochs=20).classifier)
     for name, (form, spec) in wanted.items():
         if name not in found:
-            maker = made("calibrator", spec, calibrators)
+            maker = build_spec("calibrator", spec, calibrators)
             sites = [collect(cut_off, [site], data.classes, form, maker.transform) for site in clients]
             draw = torch.Generator().manual_seed(0)
             found[name] = accuracy(maker(added(sites), linear(model.classifier), draw, None, sites))

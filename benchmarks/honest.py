@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from unskew.experiments import Experiment, load_model
+from unskew import Experiment, load_model
 from unskew.experiments.resolve import data_of, federation_of
 from unskew.models.evaluate import batches
 from unskew.models.networks import evaluating

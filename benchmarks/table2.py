@@ -101,8 +101,8 @@ def main() -> None:
         for which, record in run_together(experiments, folders, clock):
             if isinstance(record, Diverged):
                 print(cases[which], record)
-            elif record["kind"] == "calibration" and record["name"] == "none":
-                reached.setdefault(cases[which][:2], []).append(100 * record["accuracy"])
+            elif record.kind == "calibration" and record.name == "none":
+                reached.setdefault(cases[which][:2], []).append(100 * record.accuracy)
     finally:
         if clock.ended > clock.began + 1e9:  # stopped in the middle
             clock.end()

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
+from unskew import Experiment, load_model
 from unskew.calibration.heads import oracle, plain, with_classifier
 from unskew.calibration.selection import calibrators
-from unskew.experiments import Experiment, load_model
 from unskew.experiments.resolve import data_of, federation_of
 from unskew.models.evaluate import batches, score
 from unskew.models.networks import Split, evaluating
-from unskew.specs import made
+from unskew.specs import build as build_spec
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import added
 
@@ -87,7 +87,7 @@ def accuracies(told: Experiment, folder: Path, data) -> dict[str, float]:
     if method in ("fedavg", "fedprox"):  # Table 5
         found |= {f"oracle, {n} a class": yardstick(some(sites, n, data.classes)) for n in (1000, 100)}
     for name, spec in heads_of(method, told.alpha).items():
-        maker = made("calibrator", spec, calibrators)
+        maker = build_spec("calibrator", spec, calibrators)
         if name == "lda" and plain(model.classifier).bias is None:
             continue  # it needs one
         stats = added([collect(cut, [site], data.classes, maker.form, maker.transform) for site in sites])

@@ -23,7 +23,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import unskew as package
 from helpers.commands import unskew
 from helpers.pictures import KINDS, folder_of
 from unskew.cli.main import app
@@ -84,9 +83,6 @@ def site_with_task(folder: Path) -> None:
     assert unskew(*words.split()).code == 0
 
 
-WAITING = {"docs/guides/own-transport.md": "serve"}  # pages that need a public name which is still to come
-
-
 SCENES: dict[str, Callable[[Path], None]] = {
     "README.md": site,
     "docs/guides/calibrate.md": site,
@@ -124,8 +120,6 @@ def check(words: list[str]) -> None:
 
 @pytest.mark.parametrize("path", [path for path in PAGES if blocks_of(path)], ids=name_of)
 def test_blocks_run(path: Path, tmp_path: Path, monkeypatch) -> None:
-    if name_of(path) in WAITING and WAITING[name_of(path)] not in package.__all__:
-        pytest.skip(f"there is no unskew.{WAITING[name_of(path)]} yet")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

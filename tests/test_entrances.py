@@ -13,9 +13,9 @@ from torch import nn
 
 from helpers.commands import ENVIRONMENT
 from helpers.toys import toy_data, toy_model
+from unskew import Experiment, run
 from unskew.calibration.heads import calibrate, ccvr, ffc
 from unskew.errors import UsageError
-from unskew.experiments import Experiment, run
 from unskew.methods.algorithms import fedavg
 from unskew.methods.optim import cosine
 from unskew.models.cutting import split

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from unskew.errors import UsageError
-from unskew.specs import called, converted, defaults_of, is_own, made, own, parse
+from unskew.specs import build, call_user_code, converted, defaults_of, is_own, load_function, parse
 
 
 def test_specs() -> None:
@@ -37,24 +37,24 @@ def test_only_plain_defaults_are_options() -> None:
 
 
 def test_a_spec_calls_its_factory() -> None:
-    assert made("thing", "pair:b=3", {"pair": lambda a=1, b=2: (a, b)}) == (1, 3)
+    assert build("thing", "pair:b=3", {"pair": lambda a=1, b=2: (a, b)}) == (1, 3)
     with pytest.raises(UsageError, match="unknown thing 'pear': did you mean 'pair'"):
-        made("thing", "pear", {"pair": lambda: 0})
+        build("thing", "pear", {"pair": lambda: 0})
 
 
 def test_functions_in_files(tmp_path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("def give(a=1):\n    return a\n\ndef fail():\n    return 1 / 0\n\nvalue = 3\n")
-    assert own("method", f"{path}:give")() == 1
-    assert called("method", "x", own("method", f"{path}:give"), a=4) == 4
+    assert load_function("method", f"{path}:give")() == 1
+    assert call_user_code("method", "x", load_function("method", f"{path}:give"), a=4) == 4
     with pytest.raises(UsageError, match=r"method is 'x', which fails: ZeroDivisionError: .*mine\.py, line 5\)"):
-        called("method", "x", own("method", f"{path}:fail"))
+        call_user_code("method", "x", load_function("method", f"{path}:fail"))
     with pytest.raises(UsageError, match=r"mine\.py has no function 'value'"):
-        own("method", f"{path}:value")
+        load_function("method", f"{path}:value")
     with pytest.raises(UsageError, match="there is no file"):
-        own("method", f"{tmp_path}/other.py:give")
+        load_function("method", f"{tmp_path}/other.py:give")
     path.write_text("def give(a=2):\n    return a\n")
-    assert own("method", f"{path}:give")() == 2  # read anew
+    assert load_function("method", f"{path}:give")() == 2  # read anew
 
 
 @pytest.fixture
@@ -96,17 +96,17 @@ def test_functions_in_packages(project, elsewhere, monkeypatch) -> None:
     start = f"{project}/" if elsewhere else ""
     if elsewhere:
         monkeypatch.chdir("/")
-    assert own("model", f"{start}shop/models/net.py:build")(x=2) == ("shop", 3, 2)
-    assert own("model", f"{start}v1.0/net.py:build")() == "v1.0"
-    assert own("model", f"{start}late.py:build")() == "common"
+    assert load_function("model", f"{start}shop/models/net.py:build")(x=2) == ("shop", 3, 2)
+    assert load_function("model", f"{start}v1.0/net.py:build")() == "v1.0"
+    assert load_function("model", f"{start}late.py:build")() == "common"
     if not elsewhere:
-        assert own("model", "loose/net.py:build")() == ("loose", "common")
+        assert load_function("model", "loose/net.py:build")() == ("loose", "common")
 
 
 def test_files_of_the_same_name_stand_beside_different_files(project) -> None:
     for _ in range(2):
         for name in ("one", "two"):
-            assert own("model", f"{name}/net.py:build")() == (name, f"deep {name}")
+            assert load_function("model", f"{name}/net.py:build")() == (name, f"deep {name}")
     assert sys.modules["json"].__name__ == "json"
     assert json.loads("1") == 1
 
@@ -119,8 +119,8 @@ def test_modules_of_python_by_their_names(project) -> None:
         "nothing:here=1": ("nothing", {"here": "1"}),
     }.items():
         assert parse(spec) == expected
-    assert own("model", "shop.models.net:build")() == ("shop", 3, 1)
-    assert own("model", "common:Net")(width=5).width == 5
+    assert load_function("model", "shop.models.net:build")() == ("shop", 3, 1)
+    assert load_function("model", "common:Net")(width=5).width == 5
     assert [is_own(spec) for spec in ("common:Net", "shop:x", "loose.net:build", "torchvison:resnet18", "digits")] == [
         True,
         True,
@@ -129,6 +129,6 @@ def test_modules_of_python_by_their_names(project) -> None:
         False,
     ]
     with pytest.raises(UsageError, match="model is 'shop.modles:build', which fails: ModuleNotFoundError"):
-        own("model", "shop.modles:build")
+        load_function("model", "shop.modles:build")
     with pytest.raises(UsageError, match="shop.sizes has no function 'SIZE'"):
-        own("model", "shop.sizes:SIZE")
+        load_function("model", "shop.sizes:SIZE")

@@ -11,6 +11,7 @@ from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.workflows.model_controller import ModelController
 
 import unskew
+from unskew.conversation.messages import Request
 from unskew.models.cutting import rejoined
 
 
@@ -24,12 +25,10 @@ class Calibrate(ModelController):
         net, folder, sites = Net(), Path(self.get_run_dir()), self.sample_clients()
         net.load_state_dict({name: torch.as_tensor(value) for name, value in params.items()})
 
-        def ask(request: unskew.Request) -> Iterator[tuple[str, bytes]]:
+        def ask(request: Request) -> Iterator[tuple[str, bytes]]:
             said = torch.frombuffer(bytearray(request.to_bytes()), dtype=torch.uint8).numpy()
-            kind = "stats" if isinstance(request, unskew.Task) else "answer"
-            for reply in self.send_model_and_wait(
-                "calibrate", FLModel(params={**params, "request": said}), targets=sites
-            ):
+            kind, asked = "stats" if isinstance(request, unskew.Task) else "answer", {**params, "request": said}
+            for reply in self.send_model_and_wait("calibrate", FLModel(params=asked), targets=sites):
                 site, content = reply.meta["client_name"], reply.params["reply"].tobytes()
                 (folder / f"{site}.{kind}").write_bytes(content)
                 yield site, content

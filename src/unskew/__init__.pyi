@@ -10,7 +10,8 @@ from unskew.calibration.heads import (
     oracle as oracle,
 )
 from unskew.calibration.influence import influences as influences
-from unskew.conversation.messages import Fault as Fault, Reply as Reply, Request as Request
+from unskew.conversation.messages import Fault as Fault
+from unskew.conversation.model_file import load_model as load_model
 from unskew.conversation.protocol import (
     Result as Result,
     in_process as in_process,
@@ -31,7 +32,9 @@ from unskew.data.partition import (
     shards as shards,
 )
 from unskew.errors import DataError as DataError, UnskewError as UnskewError, UsageError as UsageError
-from unskew.experiments import Experiment as Experiment, load_model as load_model, run as run
+from unskew.experiments.experiment import Experiment as Experiment
+from unskew.experiments.recalibrate import add_calibrations as add_calibrations
+from unskew.experiments.runner import run as run
 from unskew.methods.algorithm import Algorithm as Algorithm
 from unskew.methods.algorithms import (
     alternating as alternating,

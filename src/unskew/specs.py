@@ -92,14 +92,14 @@ def named(kind: type) -> str:
     return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]
 
 
-def made(kind: str, spec: str, factories: Mapping[str, Callable[..., Made]]) -> Made:
+def build(kind: str, spec: str, factories: Mapping[str, Callable[..., Made]]) -> Made:
     """The value of a spec such as "ffc:ridge=0.1": its factory, called with its options."""
     name, options = parse(spec)
     factory = lookup(kind, name, factories)
     return factory(**converted(spec, options, defaults_of(factory)))
 
 
-def called(kind: str, spec: str, function: Callable[..., Made], *arguments: Any, **options: Any) -> Made:
+def call_user_code(kind: str, spec: str, function: Callable[..., Made], *arguments: Any, **options: Any) -> Made:
     """Call a function of the user's; a failure of that code becomes a refusal that says where."""
     try:
         return function(*arguments, **options)
@@ -148,16 +148,16 @@ def names_code(spec: str) -> bool:
     return ".py:" in spec or any(map(is_own, spec.split("+")))
 
 
-def own(kind: str, spec: str) -> Callable[..., Any]:
+def load_function(kind: str, spec: str) -> Callable[..., Any]:
     """The function, or the class, that "file.py:function" or "package.module:function" names."""
     place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise UsageError(f"{kind} is {spec!r}: there is no file {place!r}")
-        found = called(kind, spec, _run, Path(place).resolve())
+        found = call_user_code(kind, spec, _run, Path(place).resolve())
     else:
         with _beside(Path.cwd()):
-            found = called(kind, spec, importlib.import_module, place)
+            found = call_user_code(kind, spec, importlib.import_module, place)
     function = getattr(found, name, None)
     if not callable(function):
         raise UsageError(f"{kind} is {spec!r}: {place} has no function {name!r}")

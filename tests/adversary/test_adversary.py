@@ -57,7 +57,7 @@ def test_mutated_files_are_refused_by_a_sentence(files, mutants) -> None:
 def test_a_model_that_names_a_file_does_not_run_it(files, tmp_path, monkeypatch) -> None:
     original = next(one for one in files.originals if one.path.name == "model.safetensors")
     forged = forging.read(original.path.read_bytes())
-    forged.set("unskew", {**forged.get("unskew"), "network": "canary.py:build"})
+    forged.set("model", {**forged.get("model"), "spec": "canary.py:build"})
     (tmp_path / "model.safetensors").write_bytes(forging.written(forging.resealed(forged)))
     (tmp_path / "canary.py").write_text(judging.CANARY)
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from helpers.commands import ENVIRONMENT, blobs, lines, result_of, snapshot, tiny, unskew
 from unskew import Experiment, __version__
-from unskew.cli import main as cli
+from unskew.cli import run as cli
 from unskew.experiments.folder import stored
 from unskew.files.writing import read
 
@@ -192,7 +192,7 @@ value = 3
 WRONG = {
     "data": (["--data", "cifar11"], "unknown data set 'cifar11': did you mean 'cifar10'?"),
     "data path": (["--data", "no/such.npz"], "does not exist"),
-    "labels": (["--labels", "coarse"], "labels='coarse'"),
+    "label_set": (["--label-set", "coarse"], "label_set='coarse'"),
     "image size": (["--image-size", 8], "size=8"),
     "model": (["--model", "resnet81"], "unknown network 'resnet81': did you mean 'resnet18'?"),
     "norm": (["--norm", "bach"], "norm"),

@@ -17,7 +17,7 @@ from helpers.commands import ENVIRONMENT, unskew
 from unskew.calibration.heads import ffc
 from unskew.cli.shared import FORMS, PRECISIONS
 from unskew.conversation.answers import read_answer
-from unskew.conversation.heads_file import opened
+from unskew.conversation.model_file import open_model
 from unskew.files.writing import save_sealed
 from unskew.models.cutting import split
 from unskew.statistics.collecting import collect
@@ -317,14 +317,14 @@ def test_a_calibrated_model_that_contradicts_itself_is_refused(work, change, tra
     files = collected("--transform", transform)
     assert unskew("calibrate", *MODEL, "--stats", *files, "--out", "x.safetensors").code == 0
     with safe_open("x.safetensors", "pt") as file:
-        about = json.loads(file.metadata()["calibrated"])
+        about = json.loads(file.metadata()["model"])
     tree = load_file("x.safetensors")
-    save_sealed(work / "forged.safetensors", tree, {"calibrated": json.dumps(about | change)})
+    save_sealed(work / "forged.safetensors", tree, {"model": json.dumps(about | change)})
     read = ("--model", "net.py:build", "--data", "test.npz")
     refusal = unskew("evaluate", *read, "--weights", "forged.safetensors").err
     assert "is not among its weights" in refusal or "the limit 'classes'" in refusal
     del tree["2.weight"]
-    save_sealed(work / "short.safetensors", tree, {"calibrated": json.dumps(about)})
+    save_sealed(work / "short.safetensors", tree, {"model": json.dumps(about)})
     answer = unskew("evaluate", *read, "--weights", "short.safetensors")
     assert answer.code == 1
     assert "short.safetensors: its" in answer.err
@@ -734,7 +734,7 @@ def test_odd_requests_get_a_message(work):
     answer = unskew("calibrate", *MODEL, "--stats", "three.stats", "--out", "y.safetensors")
     assert "give --classes 3 for a new head" in answer.err
     tree = load_file("global.safetensors")
-    odd = {"calibrated": '{"layer": "nine", "transform": "identity", "labels": null}'}
+    odd = {"model": '{"layer": "nine", "transform": "identity", "labels": null}'}
     save_sealed(work / "odd.safetensors", tree, odd)
     answer = unskew("evaluate", "--model", "net.py:build", "--weights", "odd.safetensors", "--data", "test.npz")
     assert "odd.safetensors" in answer.err
@@ -805,7 +805,7 @@ def test_a_new_head_has_no_old_one_to_be_validated_against(work):
 def test_a_head_is_new_where_nothing_can_have_trained_it(work, spec, weights, classes, fresh):
     example = torch.zeros(2, 12) if "net" in spec else torch.zeros(2, 1, 16, 16)
     path = None if weights is None else work / weights
-    assert opened(spec, path, classes=classes, example=example).fresh == fresh
+    assert open_model(spec, path, classes=classes, example=example).fresh == fresh
 
 
 def test_a_sum_keeps_all_that_the_files_have(work):

@@ -93,7 +93,7 @@ def test_what_cannot_be_written_is_refused_before_the_work_and_nothing_stays(wor
     def working(*_, **__):
         raise AssertionError("it has begun to work")
 
-    for place in ("conversation.heads_file.opened", "conversation.opening.open_site", "data.datasets.load",
+    for place in ("conversation.model_file.open_model", "conversation.opening.open_site", "data.datasets.load",
                   "conversation.opening.site_data", "experiments.runner.run", "experiments.resolve.load"):  # fmt: skip
         monkeypatch.setattr(f"unskew.{place}", working)
     others = {"run": ("run",), "demo": ("demo",), "table": ("table", "digits")}

@@ -1,13 +1,16 @@
 """Every plot is written, has its size, and shows something."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.commands import calibration, start
 from unskew.cli.plots import history, label_distribution, per_class, run_plots
 from unskew.errors import UsageError
+from unskew.experiments.records import EndRecord, RoundRecord
 
 NAMES = ("none", "ccvr", "ffc", "ccvr:samples=500:transform=relu-tukey:0.5:when=after:epochs=4", "oracle")
 
@@ -22,15 +25,13 @@ def records_of(classes: int, clients: int, names: tuple[str, ...] = NAMES, label
     table = draw.integers(0, 500, (clients, classes)) * draw.integers(0, 2, (clients, classes))
     labels = labels or [f"class-{label}" for label in range(classes)]
     return [
-        {
-            "kind": "start",
-            "experiment": {"personal": "none", "recalibrate": "none"},
-            "labels": labels,
-            "table": table.tolist(),
-        },
-        *({"kind": "round", "round": number, **(scores() if number % 2 else {})} for number in range(1, 8)),
-        *({"kind": "calibration", "name": name, **scores()} for name in names),
-        {"kind": "end", "seconds": 1.0},
+        start(labels=labels, table=table.tolist()),
+        *(
+            RoundRecord(round=number, loss=1.0, lr=0.1, cohort=[0], seconds=1.0, **(scores() if number % 2 else {}))
+            for number in range(1, 8)
+        ),
+        *(calibration(name, **scores()) for name in names),
+        EndRecord(seconds=1.0, speed={}),
     ]
 
 
@@ -72,7 +73,7 @@ def test_bars_grow_with_the_accuracy(tmp_path) -> None:
     records = records_of(4, 2, ("none",))
     ink = []
     for value in (0.1, 0.9):
-        records[-2]["per_class"] = [value] * 4
+        records[-2] = replace(records[-2], per_class=[value] * 4)
         ink.append((looked_at(per_class(records, list("abcd"), tmp_path / f"{value}.png")) < 250).sum())
     assert ink[1] > 2 * ink[0]
 

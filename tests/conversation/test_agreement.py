@@ -223,16 +223,16 @@ def test_a_program_prepares_pixels_for_a_model_in_another_type(work):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"preparation": "whatever"}, "what it says of its calibration is damaged (preparation is 'whatever'"),
-        ({"labels": "abc"}, "what it says of its"),
-        ({"inputs": "all"}, "what it says of its calibration"), ({"labels": [1]}, "what it says of its calibration"),
+        ({"preparation": "whatever"}, "what it says of itself is damaged (preparation is 'whatever'"),
+        ({"labels": "abc"}, "what it says of itself"),
+        ({"inputs": "all"}, "what it says of itself"), ({"labels": [1]}, "what it says of itself"),
     ],
 )  # fmt: skip
 def test_a_calibrated_file_that_tells_nonsense_is_refused(work, change, words):
     done("calibrate", *MODEL, *collected(), "--out", "better.safetensors")
     with safe_open("better.safetensors", "pt") as file:
-        about = json.loads(file.metadata()["calibrated"])
-    forged = {"calibrated": json.dumps(about | change)}
+        about = json.loads(file.metadata()["model"])
+    forged = {"model": json.dumps(about | change)}
     save_sealed(work / "forged.safetensors", load_file("better.safetensors"), forged)
     answer = unskew("evaluate", "--model", "net.py:build", "--weights", "forged.safetensors", "--data", "test")
     assert answer.code == 1

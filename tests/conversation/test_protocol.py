@@ -1,5 +1,7 @@
 """The conversation without any transport: what server and sites say, who took part, and what each fault means."""
 
+import copy
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
-from unskew.calibration.heads import calibrate
+from unskew.calibration.discriminants import fedcof, lda
+from unskew.calibration.heads import calibrate, ccvr, ffc
 from unskew.conversation.answers import Answer
 from unskew.conversation.heads_file import OLD
 from unskew.conversation.messages import Candidates, Fault, Statistics, read_reply, read_request
@@ -17,7 +20,7 @@ from unskew.conversation.tasks import Task
 from unskew.errors import DataError, UsageError
 from unskew.models.networks import Split
 from unskew.statistics.collecting import collect
-from unskew.statistics.file import to_bytes
+from unskew.statistics.file import to_bytes, total_of
 
 CLASSES, WIDTH = 3, 6
 NAMES = ("a", "b", "c", "d")
@@ -86,6 +89,38 @@ def test_bytes_values_and_mappings_are_carried_alike():
         assert torch.equal(result.model.classifier.weight, carried.model.classifier.weight)
 
 
+EXAMPLE = """
+model = unskew.split(net, example=x[:2])
+sites = {"clinic": clinic, "hospital": hospital, "lab": lab}
+
+server = unskew.serve(model, sites, unskew.Task(form="pooled", hold_out=0.2), require=0.6)
+result = unskew.talk(server, unskew.in_process(model, sites))
+print(result)
+better = result.model
+"""
+
+
+def test_the_whole_exchange_with_validation_is_a_few_lines_of_python(capsys):
+    import unskew as package
+
+    draw = torch.Generator().manual_seed(0)
+    means = 2 * torch.randn(3, 8, generator=draw)
+    y = torch.randint(3, (300,), generator=draw)
+    x = means[y] + torch.randn(300, 8, generator=draw)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    parts = {
+        name: [(x[rows], y[rows])]
+        for name, rows in zip(("clinic", "hospital", "lab"), torch.arange(300).split(100), strict=True)
+    }
+    names = {"unskew": package, "net": net, "x": x, **parts}
+    exec(EXAMPLE, names)
+    assert len([line for line in EXAMPLE.splitlines() if line]) < 10
+    right = [float((model(x).argmax(1) == y).double().mean()) for model in (net, names["better"])]
+    assert right[1] > right[0] + 0.2
+    assert "statistics: 3 of 3 sites\nanswers: 3 of 3 sites" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("form", ["class", "pooled", "diagonal", "none"])
 @pytest.mark.parametrize("calibrator", ["auto", "fedcof"])
 def test_without_validation_it_is_calibrate(form, calibrator):
@@ -100,19 +135,65 @@ def test_without_validation_it_is_calibrate(form, calibrator):
     assert "unverified" in str(result)
 
 
-def test_statistics_are_taken_one_by_one():
-    """A reply is let go before the next is asked for."""
-    held = []
+@pytest.mark.parametrize("maker", [ccvr(samples=20, epochs=1), ffc(), lda(), fedcof()], ids=lambda maker: maker.name)
+def test_a_simulation_sends_what_it_has_collected(maker):
+    """As `calibrate`, bit for bit, whatever is drawn; and nothing is doubted that nobody has sent."""
+    sites = {name: collect(MODEL, batches, CLASSES, maker.form) for name, batches in DATA.items()}
+    sites["d"] = sites["c"]  # which would pass for a copy, and does in a simulation with equal clients
+    draws = [torch.Generator().manual_seed(5) for _ in range(2)]
+    server = serve(MODEL, NAMES, Task(form=maker.form), calibrator=maker, validated=False, seed=draws[0])
+    result = talk(server, lambda request: sites)
+    expected = calibrate(MODEL, [*map(copy.copy, sites.values())], maker, draws[1])
+    assert torch.equal(result.model.classifier.weight, expected.classifier.weight)
+    assert result.notes == ()
+    with pytest.raises(UsageError, match="validated=False"):
+        talk(serve(MODEL, NAMES, replace(TASK, form=maker.form)), lambda request: sites)
+
+
+def test_a_reply_is_let_go_before_the_next_is_asked_for():
+    """So a server needs memory for the sum and one reply, however many sites there are."""
+    refs = []
 
     def ask(request):
         for site, batches in DATA.items():
             said = reply(request, MODEL, batches)
-            held.append(site)
-            yield site, said
-            assert server.gi_running
+            refs.append(weakref.ref(said))
+            pair = [(site, said)]
+            del said
+            yield pair.pop()
+            assert refs[-1]() is None
 
-    server = serve(MODEL, NAMES, Task(form="pooled"), validated=False)
-    assert talk(server, ask).rosters[0].answered == tuple(held) == NAMES
+    result = talk(serve(MODEL, NAMES, Task(form="pooled"), validated=False), ask)
+    assert result.rosters[0].answered == NAMES
+    assert len(refs) == len(NAMES)
+
+
+def test_a_folder_of_messages_is_a_conversation(tmp_path):
+    """The server writes requests, sites write replies beside them; who comes too late is named."""
+
+    def site(name, request):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        before = [read_reply(path.read_bytes()) for path in folder.glob("0.reply")]
+        number = len(list(folder.iterdir()))
+        said = reply((tmp_path / request).read_bytes(), MODEL, DATA[name], *before)
+        (folder / f"{number}.reply").write_bytes(said.to_bytes())
+
+    asked = []
+
+    def ask(request):
+        number = len(asked)
+        asked.append(request)
+        (tmp_path / f"{number}.request").write_bytes(request.to_bytes())
+        for name in NAMES[: 4 - number]:  # the last one is gone after the first request
+            site(name, f"{number}.request")
+        for name in NAMES:
+            path = tmp_path / name / f"{number}.reply"
+            yield name, path.read_bytes() if path.exists() else Fault("late", "nothing by noon")
+
+    result = talk(serve(MODEL, NAMES, TASK, require=0.75), ask)
+    assert str(result.rosters[1]) == "answers: 3 of 4 sites; d: late (nothing by noon)"
+    assert total_of(tmp_path.glob("*/0.reply")).count.sum() == result.statistics.count.sum()
 
 
 def test_the_old_head_stays_if_none_is_better():
@@ -459,35 +540,3 @@ def test_sites_are_named_once(sites):
 def test_validation_needs_something_to_validate_on():
     with pytest.raises(UsageError, match="hold_out of the task is 0"):
         next(serve(MODEL, NAMES, Task(form="pooled")))
-
-
-EXAMPLE = """
-model = unskew.split(net, example=x[:2])
-sites = {"clinic": clinic, "hospital": hospital, "lab": lab}
-
-server = unskew.serve(model, sites, unskew.Task(form="pooled", hold_out=0.2), require=0.6)
-result = unskew.talk(server, unskew.in_process(model, sites))
-print(result)
-better = result.model
-"""
-
-
-def test_the_whole_exchange_with_validation_is_a_few_lines_of_python(capsys):
-    import unskew as package
-
-    draw = torch.Generator().manual_seed(0)
-    means = 2 * torch.randn(3, 8, generator=draw)
-    y = torch.randint(3, (300,), generator=draw)
-    x = means[y] + torch.randn(300, 8, generator=draw)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
-    parts = {
-        name: [(x[rows], y[rows])]
-        for name, rows in zip(("clinic", "hospital", "lab"), torch.arange(300).split(100), strict=True)
-    }
-    names = {"unskew": package, "net": net, "x": x, **parts}
-    exec(EXAMPLE, names)
-    assert len([line for line in EXAMPLE.splitlines() if line]) < 10
-    right = [float((model(x).argmax(1) == y).double().mean()) for model in (net, names["better"])]
-    assert right[1] > right[0] + 0.2
-    assert "statistics: 3 of 3 sites\nanswers: 3 of 3 sites" in capsys.readouterr().out

@@ -57,12 +57,12 @@ def refused(answer, *words: str) -> None:
 def test_a_model_s_file_runs_nothing(here):
     assert unskew("run", *tiny("blobs.npz", rounds=1, calibrate="ffc"), "--out", "run").code == 0
     tree, metadata = load_sealed(here / "run" / "model.safetensors")
-    about = json.loads(metadata["unskew"])
+    about = json.loads(metadata["model"])
     for network in ("loud.py:build", "./loud.py:build", "loud:build", str(here / "loud.py:build")):
-        save_sealed(here / "evil.safetensors", tree, {"unskew": json.dumps(about | {"network": network})})
+        save_sealed(here / "evil.safetensors", tree, {"model": json.dumps(about | {"spec": network})})
         with pytest.raises(UsageError, match=r"evil\.safetensors names code that would run here: .*trust=True"):
             load_model("evil.safetensors")
-    save_sealed(here / "evil.safetensors", tree, {"unskew": json.dumps(about | {"method": "fedavg+loud.py:mine"})})
+    save_sealed(here / "evil.safetensors", tree, {"model": json.dumps(about | {"method": "fedavg+loud.py:mine"})})
     load_model("evil.safetensors")  # a method is not needed for a model
     assert quiet(here)
     assert load_model(here / "run" / "model.safetensors")(torch.zeros(1, 1, 8, 8)).shape == (1, 3)
@@ -71,19 +71,18 @@ def test_a_model_s_file_runs_nothing(here):
 def test_a_model_s_file_that_claims_another_network_than_it_holds(here):
     assert unskew("run", *tiny("blobs.npz", rounds=1, calibrate="none"), "--out", "run").code == 0
     tree, metadata = load_sealed(here / "run" / "model.safetensors")
-    about = json.loads(metadata["unskew"])
+    about = json.loads(metadata["model"])
     for changed in (
-        {"size": 10**6},
+        {"spec": "small-cnn:channels=1:size=1000000"},
         {"classes": 10**12},
-        {"network": "cnn", "size": 10**7},
+        {"spec": "cnn:channels=1:size=10000000"},
         {"classes": "many"},
-        {"shape": None},
+        {"layer": None},
     ):
-        save_sealed(here / "evil.safetensors", tree, {"unskew": json.dumps(about | changed)})
-        if changed != {"shape": None}:
-            with pytest.raises((DataError, UsageError), match="evil.safetensors"):
-                load_model("evil.safetensors")
-    save_sealed(here / "evil.safetensors", tree, {"unskew": "[" * 10_000})
+        save_sealed(here / "evil.safetensors", tree, {"model": json.dumps(about | changed)})
+        with pytest.raises((DataError, UsageError), match="evil.safetensors"):
+            load_model("evil.safetensors")
+    save_sealed(here / "evil.safetensors", tree, {"model": "[" * 10_000})
     with pytest.raises(DataError, match="evil.safetensors"):
         load_model("evil.safetensors")
 

@@ -260,7 +260,7 @@ def write_cifar100(folder):
 @pytest.mark.parametrize("inner", ["cifar100/cifar-100-python", "cifar100", "cifar-100-python"])
 def test_an_unpacked_folder_is_found_wherever_it_may_lie(tmp_path, inner):
     write_cifar100(tmp_path / inner)
-    made = data.load("cifar100", tmp_path, labels="coarse", download=False)
+    made = data.load("cifar100", tmp_path, label_set="coarse", download=False)
     assert made.labels == ("food", "animal")
     assert torch.equal(made.x.flatten(1), images(2, 3072))
     assert data.load("cifar100", tmp_path).classes == 3
@@ -317,7 +317,7 @@ def test_your_own_npz_and_folder(tmp_path):
     [
         ("cifr10", {}, "did you mean 'cifar10'?"),
         ("./no/such/folder", {}, "or a path to a .npz file or to a folder of class folders"),
-        ("cifar10", {"labels": "coarse"}, "labels='coarse'"),
+        ("cifar10", {"label_set": "coarse"}, "label_set='coarse'"),
         ("cifar100", {"labels": "rough"}, "labels='rough'"),
         ("digits", {"size": 16}, "size=16 for digits"),
         ("tiny-imagenet", {"size": 0}, "size=0"),

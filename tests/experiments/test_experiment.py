@@ -71,7 +71,7 @@ def test_a_toml_file(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
     [
-        ("alhpa = 1", UsageError, "unknown option 'alhpa': did you mean 'alpha'? There are: data, labels"),
+        ("alhpa = 1", UsageError, "unknown option 'alhpa': did you mean 'alpha'? There are: data, label_set"),
         ('rounds = "two"', UsageError, "rounds is 'two', which is not a whole number"),
         ("[rounds]\nnumber = 2", UsageError, "rounds is {'number': 2}, which is not a whole number"),
         ("fraction = 2", UsageError, "fraction is 2.0: it must be above 0 and at most 1"),

@@ -42,7 +42,7 @@ def experiment_of(data: Path) -> Experiment:
 def reseal(path: Path, change: Change) -> None:
     """Change the tensors of a file, or what it says of them; a text that comes back stands in place of that."""
     tree, metadata = load_sealed(path)
-    (key,) = {"round", "unskew"} & set(metadata)
+    (key,) = {"round", "model"} & set(metadata)
     about = json.loads(metadata[key])
     text = change(tree, about)
     metadata[key] = text if isinstance(text, str) else json.dumps(about)
@@ -85,7 +85,7 @@ def test_a_checkpoint_that_was_changed_and_sealed_anew_is_refused(made: Path, tm
     reseal(path, ROUNDS[change])
     resumed = run(experiment_of(made / "blobs.npz"), tmp_path / "run", resume=True)
     if change == "nothing":  # so that it is not the sealing that is refused
-        assert [record["kind"] for record in resumed][-1] == "end"
+        assert [record.kind for record in resumed][-1] == "end"
         return
     with pytest.raises(DataError) as error:
         list(resumed)
@@ -107,14 +107,14 @@ MODELS: dict[str, Change] = {
     "many classes": lambda tree, about: about.update(classes=10**12),
     "no classes": lambda tree, about: about.update(classes=0),
     "classes in words": lambda tree, about: about.update(classes="3"),
-    "large images": lambda tree, about: about.update(size=10**6),
-    "many channels": lambda tree, about: about.update(channels=10**9),
+    "large images": lambda tree, about: about.update(spec="small-cnn:channels=1:size=1000000"),
+    "many channels": lambda tree, about: about.update(spec="small-cnn:channels=1000000000:size=8"),
     "a wide projection": lambda tree, about: about.update(method="moon+projection:width=1000000000"),
-    "another network": lambda tree, about: about.update(network="vgg13"),
-    "no network": lambda tree, about: about.update(network=None),
-    "random features": lambda tree, about: about.update(transforms=["fourier:150000:1", "fourier:150000:2"]),
-    "squares": lambda tree, about: about.update(transforms=["squares"] * 40),
-    "no transforms": lambda tree, about: about.update(transforms=3),
+    "another network": lambda tree, about: about.update(spec="vgg13"),
+    "no network": lambda tree, about: about.update(spec=None),
+    "random features": lambda tree, about: about.update(transform="fourier:150000:1+fourier:150000:2"),
+    "squares": lambda tree, about: about.update(transform="+".join(["squares"] * 40)),
+    "no transform": lambda tree, about: about.update(transform=3),
     "no method": lambda tree, about: [about.pop("method")],
     "deep lists": lambda tree, about: "[" * 5000,
     "a number": lambda tree, about: "3",

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.commands import blobs, subprocess_of, unskew
+from helpers.commands import blobs, calibration, start, subprocess_of, unskew
 from unskew import Experiment
 from unskew.experiments import tables
 from unskew.experiments.tables import Cell, Result, Table, cells, digits, filled, markdown
@@ -62,11 +62,11 @@ def test_a_table_is_filled_and_kept(small, tmp_path, jobs):
     for row in ("FedAvg", "FedProx"):
         assert list(found[row]) == ["none", "ffc"]
         expected = [
-            100 * record["accuracy"]
+            100 * record.accuracy
             for result in results
             if result.row == row
             for record in result.records
-            if record.get("name") == "ffc"
+            if getattr(record, "name", None) == "ffc"
         ]
         assert sorted(found[row]["ffc"].values) == sorted(expected)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("records.jsonl")}
@@ -93,8 +93,8 @@ def test_a_table_on_lanes_is_the_same(small, tmp_path):
         for name in ("none", "ffc"):
             assert sorted(found[row][name].values) == pytest.approx(sorted(alone[row][name].values), abs=1e-6)
     end = [result.records[-1] for result in results if result.row == "FedProx"]
-    assert {record["speed"]["runs"] for record in end} == {2}
-    assert all(0 < record["speed"]["occupancy"] <= 1 for record in end)
+    assert {record.speed["runs"] for record in end} == {2}
+    assert all(0 < record.speed["occupancy"] <= 1 for record in end)
     assert usage.occupancy > 0
 
 
@@ -105,10 +105,8 @@ def test_a_cell_is_mean_and_sample_deviation():
 
 def test_what_does_not_help_is_said():
     def result(row, none, ffc):
-        made = [
-            {"kind": "calibration", "name": name, "accuracy": value} for name, value in (("none", none), ("ffc", ffc))
-        ]
-        return Result(row, 0, [{"kind": "start", "versions": {"unskew": "1"}, "hardware": "a machine"}, *made])
+        made = [calibration(name, value) for name, value in (("none", none), ("ffc", ffc))]
+        return Result(row, 0, [start(versions={"unskew": "1"}, hardware="a machine"), *made])
 
     table = Table("T", {"FedAvg": [Experiment()], "Good": [Experiment()], "Bad": [Experiment()]}, "", "FedAvg")
     text = markdown("t", table, [result("FedAvg", 0.5, 0.6), result("Good", 0.7, 0.8), result("Bad", 0.4, 0.3)])
@@ -120,7 +118,7 @@ def test_what_does_not_help_is_said():
 
 def test_a_table_whose_runs_diverge_says_so():
     table = Table("T", {"FedAvg": [Experiment()], "Other": [Experiment()]}, "", "FedAvg")
-    made = [{"kind": "start", "versions": {}, "hardware": ""}, {"kind": "calibration", "name": "none", "accuracy": 0.5}]
+    made = [start(), calibration("none")]
     assert "| FedAvg | diverged |" in markdown("t", table, [Result("FedAvg", 0, []), Result("Other", 0, made)])
     assert "every run diverged" in markdown("t", table, [Result("FedAvg", 0, []), Result("Other", 0, [])])
 

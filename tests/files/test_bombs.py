@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from helpers.forged import Call, Storage, archive, entry, legacy, npy, npz_with, peak, rebuilt, tensors
-from unskew.conversation.heads_file import opened, read_heads
+from unskew.conversation.heads_file import read_heads
+from unskew.conversation.model_file import load_model, open_model
 from unskew.data import images, readers, tables as tabular
 from unskew.errors import DataError, UsageError
-from unskew.experiments.folder import load_model
 from unskew.files import archives, limits, untrusted as files
 from unskew.files.writing import save_sealed
 from unskew.models.inputs import parsed
@@ -121,14 +121,14 @@ def test_an_archive_with_two_lists_of_entries_is_refused(tmp_path: Path) -> None
 def test_weights_without_numbers_do_not_make_a_large_model(tmp_path: Path) -> None:
     header = {"classifier.weight": entry([50_000_000, 0], 0, 0)}
     path = tensors(tmp_path / "weights.safetensors", header)
-    text, taken = peak("heads_file.opened('small-cnn:channels=1:size=8', path)", path)
+    text, taken = peak("model_file.open_model('small-cnn:channels=1:size=8', path)", path)
     assert "more than the file has bytes" in text
     assert taken < 0.1
     many = tensors(
         tmp_path / "many.safetensors", {"classifier.weight": entry([200_000, 1], 0, 800_000)}, b"\0" * 800_000
     )
     with pytest.raises(DataError, match="200,000 classes; the limit 'classes'"):
-        opened("small-cnn", many)
+        open_model("small-cnn", many)
 
 
 def test_networks_are_refused_before_they_are_made(tmp_path: Path) -> None:
@@ -138,36 +138,37 @@ def test_networks_are_refused_before_they_are_made(tmp_path: Path) -> None:
         "convnet:size=20000": "the limit 'unbacked'",
         "cnn:channels=100000000": "the limit 'unbacked'",
     }
-    made = "lambda spec: heads_file.opened(spec, None, classes=10, layer='classifier')"
+    made = "lambda spec: model_file.open_model(spec, None, classes=10, layer='classifier')"
     text, taken = peak(f"[refused({made}, spec) for spec in {list(refusals)}]")
     assert all(words in text for words in refusals.values()), text
     assert taken < 0.1, taken
     with pytest.raises(UsageError, match="no network can be made of such sizes"):
-        opened("small-cnn:size=1000000000000", None, classes=10)
+        open_model("small-cnn:size=1000000000000", None, classes=10)
     with pytest.raises(DataError, match="'classes' is 100,000"):
-        opened("small-cnn", None, classes=10**9)
+        open_model("small-cnn", None, classes=10**9)
     with limits.changed("unbacked=2MB"):
-        save_sealed(tmp_path / "w.st", opened("small-cnn", None, classes=3).module.state_dict(), {})
+        save_sealed(tmp_path / "w.st", open_model("small-cnn", None, classes=3).module.state_dict(), {})
         with pytest.raises(DataError, match="a head of 10,000 classes: 2,560,000 bytes"):
-            opened("small-cnn", tmp_path / "w.st", classes=10_000, layer="classifier")
+            open_model("small-cnn", tmp_path / "w.st", classes=10_000, layer="classifier")
         save_sealed(tmp_path / "large.st", Split(nn.Flatten(), nn.Linear(64, 3)).state_dict(), {})
         with pytest.raises(DataError, match="its network: 3,29"):
-            opened("small-cnn:size=40", tmp_path / "large.st")
+            open_model("small-cnn:size=40", tmp_path / "large.st")
 
 
 def test_the_weights_of_a_network_may_be_large_where_a_file_holds_them(tmp_path: Path) -> None:
-    module = opened("small-cnn:size=40", None, classes=3).module
+    module = open_model("small-cnn:size=40", None, classes=3).module
     save_sealed(tmp_path / "w.st", module.state_dict(), {})
     with limits.changed("unbacked=1MB"):
-        assert opened("small-cnn:size=40", tmp_path / "w.st", layer="classifier").model.classes == 3
+        assert open_model("small-cnn:size=40", tmp_path / "w.st", layer="classifier").model.classes == 3
 
 
 def test_a_models_file_names_no_network_beyond_what_it_holds(tmp_path: Path) -> None:
     """Of a convnet only the classifier grows with the images."""
-    about = {"network": "convnet", "norm": None, "classes": 3, "channels": 1, "size": 4000, "shape": [1, 4, 4],
-             "method": "fedavg", "normalised": False, "transforms": []}  # fmt: skip
-    save_sealed(tmp_path / "m.st", {"x": torch.zeros(10**6)}, {"unskew": json.dumps(about)})
-    with limits.changed("unbacked=100MB"), pytest.raises(DataError, match="m.st: its network: 19.*'unbacked'"):
+    about = {"spec": "convnet:channels=1:size=4000", "method": "fedavg", "layer": "x", "classes": 3,
+             "normalised": False, "transform": "identity", "calibrator": None, "labels": None, "preparation": None,
+             "inputs": None}  # fmt: skip
+    save_sealed(tmp_path / "m.st", {"x.weight": torch.zeros(3, 10**6 // 3)}, {"model": json.dumps(about)})
+    with limits.changed("unbacked=100MB"), pytest.raises(DataError, match="m.st: .*its network: 19.*'unbacked'"):
         load_model(tmp_path / "m.st")
 
 

@@ -14,11 +14,11 @@ from torch import nn
 from helpers.commands import blobs, tiny, unskew
 from helpers.site_files import photos
 from unskew import FeatureStats, load
-from unskew.conversation.heads_file import known_of_model
+from unskew.conversation.model_file import known_of_model
 from unskew.data import readers
 from unskew.errors import MESSAGE, DataError, UsageError, lookup
-from unskew.experiments.histories import history_of
-from unskew.files.writing import save_sealed
+from unskew.experiments.records import history_of
+from unskew.files.writing import read, save_sealed
 from unskew.statistics.origin import Origin
 
 
@@ -105,7 +105,7 @@ CHANGES = {
 @pytest.mark.parametrize(("words", "change"), CHANGES.items())
 def test_records_are_checked_when_they_are_read(finished, tmp_path, words, change):
     place, fields = change
-    records = history_of(finished / "records.jsonl")
+    records = read(finished / "records.jsonl")
     if fields.get("kind") == "start":
         fields = records[0]
     records[place] = {**records[place], **fields}
@@ -116,7 +116,7 @@ def test_records_are_checked_when_they_are_read(finished, tmp_path, words, chang
 
 def test_a_changed_experiment_is_refused_by_its_file(finished, tmp_path):
     values = json.loads((finished / "experiment.json").read_text())
-    for field, value in (("schedule", "daily"), ("labels", "finm"), ("method", "fedagv")):
+    for field, value in (("schedule", "daily"), ("label_set", "finm"), ("method", "fedagv")):
         (tmp_path / field).mkdir()
         path = tmp_path / field / "experiment.json"
         path.write_text(json.dumps({**values, field: value}))
@@ -138,10 +138,11 @@ def test_a_history_that_is_a_circle_of_links_is_named(finished, tmp_path):
 
 
 def test_calibrated_weights_that_name_a_class_twice_are_refused_by_name(tmp_path):
-    about = {"layer": "fc", "classes": 3, "transform": "identity", "labels": ["a", "b", "a"], "preparation": None,
+    about = {"spec": None, "method": None, "normalised": False, "calibrator": None,
+             "layer": "fc", "classes": 3, "transform": "identity", "labels": ["a", "b", "a"], "preparation": None,
              "inputs": None}  # fmt: skip
     path = tmp_path / "calibrated.safetensors"
-    save_sealed(path, {"fc.weight": torch.zeros(3, 2)}, {"calibrated": json.dumps(about)})
+    save_sealed(path, {"fc.weight": torch.zeros(3, 2)}, {"model": json.dumps(about)})
     refused(path, "labels names a class twice", reader=known_of_model)
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from helpers.commands import blobs, tiny, unskew
 from helpers.features import features
 from unskew.conversation.answers import Answer, read_answer
-from unskew.conversation.heads_file import heads_bytes, known_of_model, read_heads, write_model
+from unskew.conversation.heads_file import heads_bytes, read_heads
+from unskew.conversation.model_file import Opened, known_of_model, load_model, write_model
 from unskew.errors import DataError
-from unskew.experiments.folder import load_model
 from unskew.files import signing
 from unskew.files.writing import load_sealed
 from unskew.models.networks import Split
@@ -56,7 +56,7 @@ def files(tmp_path_factory):
     (folder / "signed-answer").write_text(answer.sealed(key).to_bytes().decode())
     two = replace(FeatureStats.of(z[:, :3], y % 2, 2, "pooled"), origin=Origin(labels=labels[1:3]))
     (folder / "heads").write_bytes(heads_bytes(MODEL, {"ffc": nn.Linear(3, 2)}, two, key=key))
-    write_model(folder / "calibrated", MODEL, MODEL, "ffc", two)
+    write_model(folder / "calibrated", MODEL, Opened(MODEL, MODEL), "ffc", two.origin)
     run = unskew("run", *tiny(blobs(folder / "data.npz"), rounds=1, calibrate="none"), "--out", folder / "run")
     assert run.code == 0, run.err
     (folder / "run" / "model.safetensors").rename(folder / "model")

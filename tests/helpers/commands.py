@@ -10,7 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,8 +18,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+from unskew import Experiment, run as run  # so that a child has it loaded when it starts
 from unskew.cli.main import main
-from unskew.experiments import run as run  # so that a child has it loaded when it starts
+from unskew.experiments.records import CalibrationRecord, StartRecord
 from unskew.files.writing import load_tree, read
 
 ROOT = Path(__file__).parents[2]
@@ -127,11 +128,28 @@ def result_of(out: Path) -> dict[str, Any]:
         for record in read(out / "records.jsonl")
     ]
     models = {path.name: load_tree(path) for path in sorted(out.glob("*.safetensors"))}
-    about = {name: json.loads(metadata.get("unskew", "0")) for name, (_, metadata) in models.items()}
+    about = {name: json.loads(metadata.get("model", "0")) for name, (_, metadata) in models.items()}
     bits = {
         f"{name}/{key}": value.numpy().tobytes() for name, (tree, _) in models.items() for key, value in tree.items()
     }
     return {"records": records, "about": about, "bits": bits}
+
+
+def start(**changed: Any) -> StartRecord:
+    """The first record of a run of nobody's."""
+    values: dict[str, Any] = {
+        "experiment": Experiment(), "digest": "0", "versions": {}, "hardware": "", "parameters": 1, "contents": {},
+        "bytes": {"down": 1, "up": 1}, "labels": ["a", "b"], "table": [[1, 1]], **changed,
+    }  # fmt: skip
+    return StartRecord(**values)
+
+
+def calibration(
+    name: str, accuracy: float = 0.5, worst_class: float = 0.5, per_class: Sequence[float | None] = ()
+) -> CalibrationRecord:
+    """How the model of nobody's run does."""
+    return CalibrationRecord(name=name, accuracy=accuracy, worst_class=worst_class, per_class=list(per_class),
+                             bytes_per_client=0, seconds=0.0)  # fmt: skip
 
 
 def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.libraries import folder, goes_round, zoo
-from unskew.conversation.heads_file import opened
+from unskew.conversation.model_file import open_model
 from unskew.errors import DataError, UsageError
 from unskew.files.writing import load_tree
 from unskew.models.cutting import rejoined, split
@@ -163,7 +163,7 @@ def test_a_new_head_on_a_folder(file: bool, tmp_path: Path) -> None:
     weights = tmp_path / "saved" / "model.safetensors" if file else None
     example = {"pixel_values": IMAGES}
     for classes, fresh, width in ((None, False, 7), (7, False, 7), (5, True, 5)):
-        made = opened(spec, weights, classes=classes, example=example)
+        made = open_model(spec, weights, classes=classes, example=example)
         assert (made.fresh, made.model.classes) == (fresh, width)
         torch.testing.assert_close(made.model.eval().features(example), split(module, example).features(example))
 
@@ -174,7 +174,7 @@ def test_a_backbone_without_a_head_needs_the_number_of_classes(tmp_path: Path) -
     spec = f"transformers:{tmp_path / 'backbone'}"
     with pytest.raises(UsageError, match=r"backbone holds no classifier \(missing are classifier.bias.*give --classes"):
         load_module(spec)
-    made = opened(spec, None, classes=2, example={"pixel_values": IMAGES})
+    made = open_model(spec, None, classes=2, example={"pixel_values": IMAGES})
     assert made.fresh
     assert not made.model.classifier.weight.any()
     made.model.eval()

@@ -73,6 +73,7 @@ def test_every_engine_serves_several_trainings(engine, ragged):
         numbers[which].append(round.number)
         last[which] = round
     assert numbers == [[1, 2, 3]] * 2
+    assert not list(engine.rounds([]))
     for which, training in enumerate(runs):
         *_, (_, expected) = sequential.rounds([training])
         gap = max((value - last[which].params[name]).abs().max() for name, value in expected.params.items())

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unskew import specs
 from unskew.calibration.discriminants import fedcof, gnb, lda, ncm
 from unskew.calibration.heads import Calibrator, ccvr, ffc
 from unskew.errors import UsageError
-from unskew.specs import made
 from unskew.statistics.moments import FeatureStats
 
 calibrators: dict[str, Callable[..., Calibrator]] = {
@@ -41,7 +41,7 @@ def calibrator_of(spec: str, form: str, transform: str = "identity", bias: bool 
         spec = candidates(form, 0, bias)[0] + (f":{options}" if options else "")
     if "transform=" not in spec and transform != "identity":
         spec = f"{spec}:transform={transform}"
-    return made("calibrator", spec, calibrators)
+    return specs.build("calibrator", spec, calibrators)
 
 
 def candidates(form: str, sites: int, bias: bool = True) -> list[str]:

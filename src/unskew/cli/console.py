@@ -35,7 +35,15 @@ from rich.progress import (
 )
 
 from unskew.errors import shortened
-from unskew.files.writing import Record
+from unskew.experiments.experiment import Experiment
+from unskew.experiments.records import (
+    CalibrationRecord,
+    EndRecord,
+    PersonalRecord,
+    Record,
+    of_kind,
+    start_in,
+)
 from unskew.specs import without_folders
 from unskew.training.engines.lanes.timetable import Usage
 
@@ -246,25 +254,24 @@ def _listed(table: Table) -> str:
 
 def report(records: list[Record], out: Path) -> None:
     """The tables and the sentences of a finished run, and what lies in its folder."""
-    start, last = records[0], [record for record in records if record["kind"] == "round"][-1]
-    made, own = ([record for record in records if record["kind"] == kind] for kind in ("calibration", "personal"))
+    start, made, own = start_in(records), of_kind(records, CalibrationRecord), of_kind(records, PersonalRecord)
     if made:
         show(_calibrations(made))
     if own:
         show(_personal(own))
-    show(_personal_sentence(start["experiment"], own) if own else _sentence(start["experiment"], made or [last]))
-    if not start["experiment"]["central"]:
-        down, up = (size(start["bytes"][key]) for key in ("down", "up"))
-        again = start["bytes"].get("recalibration")
+    show(_personal_sentence(start.experiment, own) if own else _sentence(start.experiment, made))
+    if not start.experiment.central:
+        down, up = (size(start.bytes[key]) for key in ("down", "up"))
+        again = start.bytes.get("recalibration")
         more = f"; for each recalibration {size(again['down'])} and {size(again['up'])}" if again else ""
         show(f"In each round a client received {down} and sent {up}{more}.")
-    fast = records[-1].get("speed", {})
-    if fast:
-        show(_fast(start["experiment"]["engine"], fast))
+    for end in of_kind(records, EndRecord):
+        if end.speed:
+            show(_fast(start.experiment.engine, end.speed))
     show(f"Written to {out}: records, models, plots")
 
 
-def _fast(engine: str, fast: Record) -> str:
+def _fast(engine: str, fast: dict[str, Any]) -> str:
     """How fast it was, and how well lanes were used."""
     text = f"Trained by the engine {engine} at {fast['client_steps_per_second']:,.0f} client-steps/s"
     if "lanes" not in fast:
@@ -280,29 +287,30 @@ def speed(usage: Usage) -> str:
     return f"{usage.rate:,.0f} client-steps/s" + (f", lanes {usage.occupancy:.0%} busy" if usage.steps else "")
 
 
-def _calibrations(made: list[Record]) -> Table:
+def _calibrations(made: list[CalibrationRecord]) -> Table:
     table = table_of("calibration", "accuracy (%)", "worst class (%)", "each client sends", "seconds")
     for record in made:
-        sent = record["bytes_per_client"]
+        sent = record.bytes_per_client
         table.add_row(
-            record["name"],
-            *(_change(made[0][key], record[key], record is made[0]) for key in ("accuracy", "worst_class")),
+            record.name,
+            _change(made[0].accuracy, record.accuracy, record is made[0]),
+            _change(made[0].worst_class, record.worst_class, record is made[0]),
             "its features" if sent is None else size(sent),
-            f"{record['seconds']:.1f}",
+            f"{record.seconds:.1f}",
         )
     return table
 
 
-def _personal(own: list[Record]) -> Table:
+def _personal(own: list[PersonalRecord]) -> Table:
     table = table_of("personal models", "mean ± deviation (%)", "lowest (%)", "seconds")
     for record in own:
-        lowest = 100 * min(value for value in record["accuracies"] if value is not None)
-        table.add_row(record["name"], _spread(record), f"{lowest:.1f}", f"{record['seconds']:.1f}")
+        lowest = 100 * min(value for value in record.accuracies if value is not None)
+        table.add_row(record.name, _spread(record), f"{lowest:.1f}", f"{record.seconds:.1f}")
     return table
 
 
-def _spread(record: Record) -> str:
-    return f"{100 * record['mean']:.1f} ± {100 * record['deviation']:.1f}"
+def _spread(record: PersonalRecord) -> str:
+    return f"{100 * record.mean:.1f} ± {100 * record.deviation:.1f}"
 
 
 def _change(before: float, after: float, first: bool) -> str:
@@ -310,44 +318,43 @@ def _change(before: float, after: float, first: bool) -> str:
     return f"{100 * before:.1f}" if first else f"{100 * before:.1f} → {100 * after:.1f} ({100 * (after - before):+.1f})"
 
 
-def _trained(experiment: Record) -> str:
+def _trained(experiment: Experiment) -> str:
     """What was trained; of a file only its name."""
-    clients = f"{experiment['clients']} client" + ("s" if experiment["clients"] > 1 else "")
-    named = f"{without_folders(experiment['method'])} over {clients}"
-    return "Central training" if experiment["central"] else named
+    clients = f"{experiment.clients} client" + ("s" if experiment.clients > 1 else "")
+    named = f"{without_folders(experiment.method)} over {clients}"
+    return "Central training" if experiment.central else named
 
 
-def _sentence(experiment: Record, made: list[Record]) -> str:
+def _sentence(experiment: Experiment, made: list[CalibrationRecord]) -> str:
     """What happened, in one sentence."""
     before = made[0]
     text = (
-        f"{_trained(experiment)} reached {100 * before['accuracy']:.1f} % "
-        f"(worst class {100 * before['worst_class']:.1f} %)"
+        f"{_trained(experiment)} reached {100 * before.accuracy:.1f} % (worst class {100 * before.worst_class:.1f} %)"
     )
-    real = [record for record in made[1:] if record["bytes_per_client"] is not None]
+    real = [(record, record.bytes_per_client) for record in made[1:] if record.bytes_per_client is not None]
     if not real:
         return text + "."
-    best = max(real, key=lambda record: record["accuracy"])
-    change = 100 * (best["accuracy"] - before["accuracy"])
+    best, sent = max(real, key=lambda pair: pair[0].accuracy)
+    change = 100 * (best.accuracy - before.accuracy)
     if change <= 0:
         return text + "; no calibration improved on that."
     return (
-        f"{text}; {best['name']} lifted it by {change:.1f} points to {100 * best['accuracy']:.1f} % "
-        f"(worst class {100 * best['worst_class']:.1f} %), "
-        f"for {size(best['bytes_per_client'])} that each client sent once."
+        f"{text}; {best.name} lifted it by {change:.1f} points to {100 * best.accuracy:.1f} % "
+        f"(worst class {100 * best.worst_class:.1f} %), "
+        f"for {size(sent)} that each client sent once."
     )
 
 
-def _personal_sentence(experiment: Record, own: list[Record]) -> str:
+def _personal_sentence(experiment: Experiment, own: list[PersonalRecord]) -> str:
     """The same about personal models."""
-    best = max(own, key=lambda record: record["mean"])
-    held = [count for count in best["held_out"] if count]
-    of = f"{len(held)} of {len(best['held_out'])}" if len(held) < len(best["held_out"]) else f"{len(held)}"
+    best = max(own, key=lambda record: record.mean)
+    held = [count for count in best.held_out if count]
+    of = f"{len(held)} of {len(best.held_out)}" if len(held) < len(best.held_out) else f"{len(held)}"
     where = f"on what each client holds out ({sum(held)} examples at {of} clients)"
-    text = f"{_trained(experiment)}: {best['name']} reaches {_spread(best)} % {where}"
-    if best is not own[0] and own[0]["name"] == "none":
+    text = f"{_trained(experiment)}: {best.name} reaches {_spread(best)} % {where}"
+    if best is not own[0] and own[0].name == "none":
         text += f", the one model of all {_spread(own[0])} %"
-    absent = own[0]["never_trained"]
+    absent = own[0].never_trained
     return text + (f"; {absent} clients never took part." if absent else ".")
 
 
@@ -359,15 +366,15 @@ def size(count: int) -> str:
 # ---------------------------------------------------------------------------------------------- several runs
 
 
-def summary(every: list[list[Record]]) -> None:
+def summary(every: list[list[CalibrationRecord]]) -> None:
     """Mean and standard deviation over seeds."""
     columns = ("accuracy (%)", "worst class (%)", "seeds that gained")
     table = table_of("calibration", *columns, title=f"{len(every)} seeds: mean ± standard deviation")
     for place, record in enumerate(every[0]):
         cells = []
         for key in ("accuracy", "worst_class"):
-            values = [100 * made[place][key] for made in every]
+            values = [100 * getattr(made[place], key) for made in every]
             cells.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
-        gained = sum(made[place]["accuracy"] > made[0]["accuracy"] for made in every)
-        table.add_row(record["name"], *cells, f"{gained} of {len(every)}" if place else "")
+        gained = sum(made[place].accuracy > made[0].accuracy for made in every)
+        table.add_row(record.name, *cells, f"{gained} of {len(every)}" if place else "")
     show(table)

@@ -1,65 +1,57 @@
-"""The command line: `unskew run`, `demo`, `table`, `list`, `partition`; `cli_sites` and `cli_server` have the others.
+"""The command line: the group of all commands, `unskew list` and `partition`; `run`, `sites`, `server`, `tasks` and
+`keys` have the others.
 
-Options of `run` are made from the fields of `Experiment`, so that they, TOML files and records on disk can't differ.
 Exit codes: 0 done, 1 failed, 2 wrong use; stopped by Ctrl-C 130, by SIGTERM 143, with the way to go on. Torch is
 imported by the commands, not here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import logging
-import os
-import re
-import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import table as drawn
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
-from rich.text import Text
 
 from unskew import __version__
 from unskew.cli.console import (
     Column,
     Table,
-    display,
-    printable,
     put_json,
-    report,
     show,
-    speed,
-    summary,
     table_of,
     tell,
-    text_column,
 )  # fmt: skip
-from unskew.cli.failures import answered, failed, told
+from unskew.cli.failures import answered
 from unskew.cli.keys import key
+from unskew.cli.run import demo, fill_table, given_in, options_of, run
 from unskew.cli.server import calibrate
-from unskew.cli.shared import Everywhere, check_free, inputs_of, note, probe_folder
+from unskew.cli.shared import PATH, Everywhere, check_free, inputs_of, note
 from unskew.cli.sites import evaluate, inspect_files, stats
 from unskew.cli.tasks import try_out, write_task
-from unskew.errors import UsageError, lookup
-from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
-from unskew.files import limits, locks
-from unskew.files.writing import Record
-from unskew.specs import defaults_of, without_folders
-from unskew.system.stopping import exit_code, heeding
-from unskew.training.engines.lanes.timetable import Usage
+from unskew.errors import lookup
+from unskew.experiments.experiment import Experiment
+from unskew.files import limits
+from unskew.specs import defaults_of
+from unskew.system.stopping import heeding
 
-DEMO = Experiment(
-    norm="none", rounds=10, epochs=5, batch=32, calibrate="ccvr,ffc,oracle"
-)  # small enough for a minute, skewed enough to suffer
-CUT = ["data", "labels", "image_size", "clients", "partition", "alpha", "min_size", "balance", "per_client", "cut_seed"]
-PATH = click.Path(path_type=Path)
+CUT = [
+    "data",
+    "label_set",
+    "image_size",
+    "clients",
+    "partition",
+    "alpha",
+    "min_size",
+    "balance",
+    "per_client",
+    "cut_seed",
+]
 
 
 @click.group(cls=Everywhere, context_settings={"max_content_width": 120})
@@ -72,7 +64,7 @@ def app(context: click.Context, allowed: tuple[str, ...]) -> None:
     context.with_resource(limits.changed(",".join(allowed), "--limit"))
 
 
-for command in (try_out, write_task, stats, calibrate, evaluate, inspect_files, key):
+for command in (run, demo, fill_table, try_out, write_task, stats, calibrate, evaluate, inspect_files, key):
     app.add_command(command)
 
 
@@ -102,301 +94,6 @@ def _noted(
     tell(text.rstrip())
 
 
-# ---------------------------------------------------------------------------------------------- run
-
-
-def _options_of(names: list[str]) -> Callable[[click.Command], click.Command]:
-    """Give a command an option for each of these fields of `Experiment`."""
-    kinds, described = types_of_fields(), {item.name: item for item in fields(Experiment)}
-
-    def extended(command: click.Command) -> click.Command:
-        for name in names:
-            kind, optional = kinds[name]
-            flag = name.replace("_", "-")
-            flags = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
-            default, about = described[name].default, described[name].metadata["help"]
-            shown = "none" if optional else True
-            command.params.append(click.Option([flags], type=kind, default=default, show_default=shown, help=about))
-        return command
-
-    return extended
-
-
-def _given(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given on the command line, not those left at their defaults."""
-    source = click.core.ParameterSource.DEFAULT
-    return {name: value for name, value in options.items() if context.get_parameter_source(name) is not source}
-
-
-@_options_of([item.name for item in fields(Experiment)])
-@app.command()
-@click.argument("config", required=False, type=PATH)
-@click.option("--out", type=PATH, show_default="runs/DATA-METHOD-DIGEST", help="folder of the run")
-@click.option("--resume", is_flag=True, help="go on with a run that stopped; --out alone is enough")
-@click.option("--trust", is_flag=True, help="run the code that CONFIG, or the folder of a run that goes on, names")
-@click.option("--json", "as_json", is_flag=True, help="print the records as json lines, nothing else")
-@click.pass_context
-def run(
-    context: click.Context, /, config: Path | None, out: Path | None, resume: bool, trust: bool, as_json: bool,
-    **options: Any,
-) -> None:  # fmt: skip
-    """Train a federation, calibrate its model, keep all in a folder.
-
-    CONFIG is a TOML file of these options; those that are given here win over it.
-    """
-    from unskew.experiments.folder import holds_run, stored
-
-    typed = _given(context, options)
-    given = _absolute({**(read_toml(config) if config else {}), **typed})
-    if resume and out and holds_run(out):
-        experiment = replace(stored(out), **given)
-        experiment.check_trusted(out / "experiment.json" if not config else f"{out} or {config}", trust, typed)
-    elif resume and not given:
-        where = f"{out} holds no run that could go on" if out else "--resume needs the run's folder"
-        raise UsageError(f"{where}: give --out of a run, or its options; or leave out --resume")
-    else:
-        experiment = Experiment(**given)
-        experiment.check_trusted(config, trust, typed)
-    out = out or Path("runs") / _name(experiment)
-    probe_folder(out)
-    with _processes() as rank:
-        if rank > 0:
-            from unskew.experiments.runner import run as follow
-
-            list(follow(experiment, out))
-            return
-        records = _followed(experiment, out, resume, as_json)
-    if not as_json:
-        report(records, out)
-
-
-def _started() -> int:
-    """How many processes torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@contextlib.contextmanager
-def _processes() -> Iterator[int]:
-    """Join the processes that torchrun has started, one for each GPU; gives this one's rank."""
-    if _started() == 1:
-        yield 0
-        return
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield torch.distributed.get_rank()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def _absolute(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with the paths of files and folders in full: a run may go on from another folder."""
-
-    def full(spec: str) -> str:
-        path, dot, function = spec.partition(".py:")
-        return f"{Path(f'{path}.py').resolve()}:{function}" if dot and Path(f"{path}.py").exists() else spec
-
-    if ".py:" in given.get("model", ""):
-        given["model"] = full(given["model"])
-    if ".py:" in given.get("method", ""):
-        from unskew.methods.names import parts_of
-
-        given["method"] = "+".join(map(full, parts_of(given["method"])))
-    if "data" in given and Path(given["data"]).exists():
-        from unskew.data.datasets import KNOWN
-
-        given["data"] = given["data"] if given["data"] in KNOWN else str(Path(given["data"]).resolve())
-    return given
-
-
-def _name(experiment: Experiment) -> str:
-    """A folder's name for an experiment, of its own."""
-    method = "central" if experiment.central else re.sub(r"[^\w+.=-]", "-", without_folders(experiment.method))
-    return f"{Path(experiment.data).stem}-{method}-{experiment.digest[:8]}"
-
-
-def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) -> list[Record]:
-    """Run an experiment, showing how it goes, and plot it; if it is stopped or can't write, say how to go on."""
-    from unskew.cli.console import download_bar
-    from unskew.cli.plots import run_plots
-    from unskew.experiments.folder import holds_run
-    from unskew.experiments.runner import run
-
-    records: list[Record] = []
-    try:
-        with download_bar(f"downloading {experiment.data}") as progress:
-            usage = Usage()
-            running = run(experiment, out, resume, progress, usage)
-            records.extend(map(_printed, running) if as_json else _watched(running, experiment.rounds, usage))
-        run_plots(records, out)
-    except (KeyboardInterrupt, OSError) as error:
-        if isinstance(error, BrokenPipeError) or not holds_run(out):
-            raise
-        done = max((record.get("round", 0) for record in records), default=0)
-        reason = "" if isinstance(error, KeyboardInterrupt) else f"{told(error)}; "
-        trust = " --trust" if experiment.code else ""
-        remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}{trust}"
-        code = exit_code(error) if isinstance(error, KeyboardInterrupt) else 1
-        raise click.exceptions.Exit(
-            failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}", code)
-        ) from None
-    return records
-
-
-def _printed(record: Record) -> Record:
-    put_json(record)
-    return record
-
-
-class _Speed(ProgressColumn):
-    """Useful client-steps a second, and how busy the lanes are, as they are now."""
-
-    def __init__(self, usage: Usage) -> None:
-        super().__init__(table_column=drawn.Column(no_wrap=True))
-        self.usage = usage
-
-    def render(self, task: Task) -> Text:
-        """What the column shows."""
-        return Text(speed(self.usage) if self.usage.useful else "")
-
-
-def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[Record]:
-    """Pass the records on, with a bar that moves each round."""
-    text = text_column("{task.description}"), text_column("{task.fields[now]}")
-    columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage), text[1])
-    with contextlib.ExitStack() as shown:
-        for record in records:
-            if record["kind"] == "start":  # not earlier: a refusal stands alone
-                if "picked" in record:
-                    tell("engine: {engine} ({reason})".format(**record["picked"]))
-                progress = shown.enter_context(display(*columns))
-                task = progress.add_task("training", total=rounds, now="")
-            elif record["kind"] == "round":
-                accuracy = f", accuracy {100 * record['accuracy']:.1f} %" if "accuracy" in record else ""
-                now, doing = (
-                    f"loss {record['loss']:.3f}{accuracy}",
-                    "training" if record["round"] < rounds else "calibrating",
-                )
-                progress.update(task, completed=record["round"], now=now, description=doing)
-                if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
-                    tell(f"round {record['round']} of {rounds}: {now}, {speed(usage)}")
-            elif record["kind"] in ("calibration", "personal"):
-                done = "calibrated" if record["kind"] == "calibration" else "personal models"
-                progress.update(task, description=printable(f"{done}: {record['name']}"))
-            yield record
-
-
-# ---------------------------------------------------------------------------------------------- demo
-
-
-@app.command()
-@click.option("--seed", default=0, show_default=True, help="seed of the training and of the cut")
-@click.option("--seeds", default=1, type=click.IntRange(1), show_default=True,
-              help="run this many seeds, each in OUT-seed-N, and print mean and spread")  # fmt: skip
-@click.option("--out", default="runs/demo", type=PATH, show_default=True,
-              help="folder of the demo; an earlier demo there is replaced")  # fmt: skip
-def demo(seed: int, seeds: int, out: Path) -> None:
-    """Train on digits, cut unevenly, and calibrate: in a minute.
-
-    The digits are part of scikit-learn; 10 clients hold them, each mostly a few classes.
-    """
-    every = []
-    for number in range(seed, seed + seeds):
-        folder = out if seeds == 1 else out.with_name(f"{out.name}-seed-{number}")
-        probe_folder(folder)
-        _remove_demo(folder)
-        records = _followed(replace(DEMO, seed=number, cut_seed=number), folder, False, False)
-        every.append([record for record in records if record["kind"] == "calibration"])
-        report(records, folder)
-    if seeds > 1:
-        summary(every)
-
-
-def _remove_demo(folder: Path) -> None:
-    """Remove an earlier demo, and nothing else."""
-    from unskew.experiments.folder import holds_run, stored, taken
-
-    if not holds_run(folder):
-        return
-    with taken(folder):
-        held = asdict(stored(folder))
-        free = {
-            "seed",
-            "cut_seed",
-            "device",
-            "engine",
-            "threads",
-            "model",
-            "lanes",
-            "lane_layout",
-        }  # differ between demos
-        written = re.compile(
-            r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
-            r"|(labels|history|per_class|personal)\.png|\..*\.tmp|\.lock"
-        )
-        strange = [path.name for path in folder.iterdir() if not written.fullmatch(path.name)]
-        if strange or any(held[name] != value for name, value in asdict(DEMO).items() if name not in free):
-            what = f"{', '.join(strange)}, which no demo wrote" if strange else "a run that is no demo"
-            raise UsageError(f"{folder} holds {what}: choose another --out")
-        for path in folder.iterdir():
-            if path.name != locks.NAME:
-                path.unlink()
-
-
-# ---------------------------------------------------------------------------------------------- table
-
-
-@app.command("table")
-@click.argument("name")
-@click.option("--out", default="runs/tables", type=PATH, show_default=True, help="folder for the runs")
-@click.option("--write", type=PATH, show_default="results/NAME.md", help="the file to write")
-@click.option("--jobs", type=click.IntRange(1), show_default="the CPU's cores", help="runs at a time, but of lanes")
-@click.option("--engine", help="of all runs; lanes: those that can share lanes are trained together")
-@click.option("--precision", help="of all runs, on lanes and a GPU")
-@click.option("--device", help="of all runs")
-def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **options: str | None) -> None:
-    """Run all of a table, print it and write it as markdown.
-
-    NAME is one of `unskew list tables`. Runs that are finished are kept: a table that was stopped goes on.
-    """
-    from unskew.experiments.tables import filled, markdown, tables
-    from unskew.files.writing import write_text
-
-    table = lookup("table", name, tables)()
-    if _started() > 1:
-        raise UsageError("a table is run by one process: leave out torchrun")
-    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}
-    table = table._replace(rows=rows)
-    write = write or Path("results") / f"{name}.md"
-    check_free([write], True, [out])
-    probe_folder(out)
-    total = sum(map(len, table.rows.values()))
-    results = []
-    usage = Usage()
-    named = text_column("{task.description}")
-    with display(named, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage)) as progress:
-        task = progress.add_task(name, total=total)
-        try:
-            for result in filled(table, out, jobs or os.cpu_count() or 1, usage):
-                results.append(result)
-                progress.advance(task)
-                if not progress.console.is_terminal:
-                    done = f"{result.row}, seed {result.seed}"
-                    tell(f"run {len(results)} of {total}: {done}")
-        except KeyboardInterrupt as stopped:
-            told_how = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
-            raise click.exceptions.Exit(failed(told_how, exit_code(stopped))) from None
-    page = markdown(name, table, results)
-    for line in page.splitlines():
-        show(line, whole=True)
-    write_text(write, page)
-    show(f"Written to {write}; the runs are in {out}")
-
-
 # ---------------------------------------------------------------------------------------------- list, partition
 
 
@@ -407,44 +104,57 @@ def list_names(what: str | None) -> None:
 
     WHAT is data, models, partitions, methods, calibrators, personal or tables; all of them if it is left out.
     """
-    from unskew.calibration.selection import BEST
-    from unskew.data import datasets as data, partition
-    from unskew.experiments.resolve import known_calibrators
-    from unskew.experiments.tables import tables
-    from unskew.methods.names import pieces
-    from unskew.models import networks as models
-    from unskew.training import personal
-
-    factories: dict[str, Mapping[str, Callable[..., Any]]] = {
-        "models": models.networks,
-        "partitions": partition.partitions,
-        "calibrators": known_calibrators,
-        "personal": personal.ways,
-        "tables": tables,
-    }
-    kinds = ("data", "models", "partitions", "methods", "calibrators", "personal", "tables")
-    for kind in kinds if what is None else (lookup("kind of thing", what, {kind: kind for kind in kinds}),):
-        headings = {"data": ("classes", ""), "methods": ("", "from", "options")}
-        names = (kind, *headings.get(kind, ("options", "")))
-        table = Table([Column(name, number=name == "classes") for name in names])
-        if kind == "data":
-            for known in data.KNOWN.values():
-                table.add_row(known.name, str(known.classes), known.description)
-        if kind == "methods":
-            for name, piece in pieces.items():
-                table.add_row(name, piece.about, piece.source, _listed(piece.options, {}))
-        for name, factory in factories.get(kind, {}).items():
-            given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
-            options = "" if kind == "models" else _listed(defaults_of(factory), given)
-            table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
-        if kind == "calibrators":
-            best = ", ".join(f"{spec} from the {form} form" for form, spec in BEST.items())
-            table.add_row("auto", "", f"In `unskew calibrate`: what did best by measurement, {best}.")
-        show(table)
+    made: dict[str, Callable[[str], Table]] = {"data": _data_sets, "methods": _methods}
+    kinds = {kind: made.get(kind, _factories) for kind in
+             ("data", "models", "partitions", "methods", "calibrators", "personal", "tables")}  # fmt: skip
+    for kind in kinds if what is None else [what]:
+        show(lookup("kind of thing", kind, kinds)(kind))
         if kind == "methods":
             show()
             show("They combine: fednova+on_sphere, fedavg+clsnorm+clsprox:mu=0.1, or your own: file.py:function+mse")
         show()
+
+
+def _data_sets(kind: str) -> Table:
+    from unskew.data.datasets import KNOWN
+
+    table = Table([Column(kind, False), Column("classes"), Column("", False)])
+    for known in KNOWN.values():
+        table.add_row(known.name, str(known.classes), known.description)
+    return table
+
+
+def _methods(kind: str) -> Table:
+    from unskew.methods.names import pieces
+
+    table = Table([Column(name, False) for name in (kind, "", "from", "options")])
+    for name, piece in pieces.items():
+        table.add_row(name, piece.about, piece.source, _listed(piece.options, {}))
+    return table
+
+
+def _factories(kind: str) -> Table:
+    """Functions of a registry, which tell of themselves."""
+    from unskew.calibration.selection import BEST
+    from unskew.data.partition import partitions
+    from unskew.experiments.resolve import known_calibrators
+    from unskew.experiments.tables import tables
+    from unskew.models.networks import networks
+    from unskew.training.personal import ways
+
+    registries: dict[str, Mapping[str, Callable[..., Any]]] = {
+        "models": networks, "partitions": partitions, "calibrators": known_calibrators, "personal": ways,
+        "tables": tables,
+    }  # fmt: skip
+    given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
+    table = Table([Column(name, False) for name in (kind, "options", "")])
+    for name, factory in registries[kind].items():
+        options = "" if kind == "models" else _listed(defaults_of(factory), given)
+        table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
+    if kind == "calibrators":
+        best = ", ".join(f"{spec} from the {form} form" for form, spec in BEST.items())
+        table.add_row("auto", "", f"In `unskew calibrate`: what did best by measurement, {best}.")
+    return table
 
 
 def _listed(options: Mapping[str, Any], given: Mapping[str, str]) -> str:
@@ -452,7 +162,7 @@ def _listed(options: Mapping[str, Any], given: Mapping[str, str]) -> str:
     return ", ".join(f"{key}={given.get(key, value)}" for key, value in options.items())
 
 
-@_options_of(CUT)
+@options_of(CUT)
 @app.command("partition")
 @click.option("--plot", type=PATH, show_default="runs/partition.png; with --json none", help="the picture to write")
 @click.option("--json", "as_json", is_flag=True, help="print the table as JSON, nothing else")
@@ -463,7 +173,7 @@ def partition_table(context: click.Context, /, plot: Path | None, as_json: bool,
     from unskew.data.partition import table
     from unskew.experiments.resolve import data_of, federation_of
 
-    experiment = Experiment(**_given(context, options))
+    experiment = Experiment(**given_in(context, options))
     if plot or not as_json:
         plot = plot or Path("runs/partition.png")
         check_free([plot], True, inputs_of({"data": experiment.data}))

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unskew.errors import UsageError
-from unskew.files.writing import Record, replacing
+from unskew.experiments.records import CalibrationRecord, PersonalRecord, Record, RoundRecord, of_kind, start_in
+from unskew.files.writing import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +26,8 @@ FEW = 24  # names, or numbers in cells, that a plot can show legibly along one s
 
 def run_plots(records: list[Record], folder: Path) -> list[Path]:
     """All plots of a finished run, in its folder; those that are there already stay as they are."""
-    labels, table = records[0]["labels"], np.array(records[0]["table"])
-    kinds = {record["kind"] for record in records}
+    start, kinds = start_in(records), {record.kind for record in records}
+    labels, table = start.labels, np.array(start.table)
     plots: dict[str, Callable[[Path], Path]] = {
         "labels.png": lambda path: label_distribution(table, labels, path),
         "history.png": lambda path: history(records, path),
@@ -61,17 +62,17 @@ def history(records: list[Record], path: Path) -> Path:
     """Test accuracy and that of the worst class over the rounds."""
     from matplotlib.ticker import MaxNLocator
 
-    rounds = [record for record in records if record["kind"] == "round" and "accuracy" in record]
-    numbers = [record["round"] for record in rounds]
+    rounds = [record for record in of_kind(records, RoundRecord) if record.accuracy is not None]
+    numbers = [record.round for record in rounds]
     figure, axes = _canvas(7, 4)
     for key, name, colour in (("accuracy", "all classes", COLOURS[2]), ("worst_class", "worst class", COLOURS[1])):
-        axes.plot(numbers, [100 * record[key] for record in rounds], color=colour, marker=".", label=name)
-    experiment = records[0]["experiment"]
-    personal, again = experiment["personal"] != "none", experiment["recalibrate"] != "none"
+        axes.plot(numbers, [100 * getattr(record, key) for record in rounds], color=colour, marker=".", label=name)
+    experiment = start_in(records).experiment
+    personal, again = experiment.personal != "none", experiment.recalibrate != "none"
     axes.set(
         xlabel="round",
         ylabel="accuracy on held-out data (%)" if personal else "test accuracy (%)",
-        title=f"training, with {experiment['recalibrate']}" if again else "training, before any calibration",
+        title=f"training, with {experiment.recalibrate}" if again else "training, before any calibration",
         ylim=(0, 102),
     )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -81,16 +82,16 @@ def history(records: list[Record], path: Path) -> Path:
 
 def per_class(records: list[Record], labels: list[str], path: Path) -> Path:
     """Test accuracy of each class, before and after each calibration; of many classes, sorted."""
-    made = [record for record in records if record["kind"] == "calibration"]
-    names = ["not calibrated" if record["name"] == "none" else record["name"] for record in made]
-    legend = [f"{name}: {100 * record['accuracy']:.1f} %" for name, record in zip(names, made, strict=True)]
+    made = of_kind(records, CalibrationRecord)
+    names = ["not calibrated" if record.name == "none" else record.name for record in made]
+    legend = [f"{name}: {100 * record.accuracy:.1f} %" for name, record in zip(names, made, strict=True)]
     entry = 0.7 + 0.09 * max(map(len, legend))  # inches that a line of the legend takes, at most
     wide = max(5 + 0.6 * min(len(labels), 10), entry)
     columns = min(len(made), int(wide / entry))
     figure, axes = _canvas(wide, 4.2 + 0.25 * len(made) / columns)
     few = len(labels) <= FEW
     for place, record in enumerate(made):
-        values, colour = record["per_class"], COLOURS[place % len(COLOURS)]  # None: no test example
+        values, colour = record.per_class, COLOURS[place % len(COLOURS)]  # None: no test example
         if few:
             width = 0.84 / len(made)
             at = np.arange(len(labels)) + (place - (len(made) - 1) / 2) * width
@@ -113,16 +114,16 @@ def per_class(records: list[Record], labels: list[str], path: Path) -> Path:
 
 def personal_accuracies(records: list[Record], path: Path) -> Path:
     """Each client's accuracy with its personal model, a column for each way to make one, and their mean."""
-    made = [record for record in records if record["kind"] == "personal"]
+    made = of_kind(records, PersonalRecord)
     figure, axes = _canvas(3 + 1.3 * len(made), 4)
     for place, record in enumerate(made):
-        values = 100 * np.sort([value for value in record["accuracies"] if value is not None])
+        values = 100 * np.sort([value for value in record.accuracies if value is not None])
         at = place + np.linspace(-0.25, 0.25, len(values)) if len(values) > 1 else [place]
         axes.scatter(at, values, color=COLOURS[2], s=18, label="" if place else "a client")
-        mean = 100 * record["mean"]
+        mean = 100 * record.mean
         axes.hlines(mean, place - 0.35, place + 0.35, color=COLOURS[1], label="" if place else "mean")
         axes.annotate(f"{mean:.1f}", (place + 0.36, mean), va="center", color=COLOURS[1], fontsize=8)
-    axes.set_xticks(range(len(made)), [record["name"].replace(":", "\n") for record in made])
+    axes.set_xticks(range(len(made)), [record.name.replace(":", "\n") for record in made])
     axes.set(
         xlabel="personal models", ylabel="accuracy on what is held out (%)", ylim=(0, 102), xlim=(-0.6, len(made) - 0.3)
     )

@@ -19,6 +19,7 @@ import click
 from unskew.cli.answers import Conversation, validated
 from unskew.cli.console import bar, printable, show
 from unskew.cli.keys import key_of
+from unskew.cli.run import calibrate_run
 from unskew.cli.shared import (
     PATH,
     Asked,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from unskew.conversation.calibrating import Material, Plan
     from unskew.conversation.files import Sent
-    from unskew.conversation.heads_file import Opened
+    from unskew.conversation.model_file import Opened
     from unskew.models.networks import Split
     from unskew.statistics.moments import FeatureStats
     from unskew.statistics.origin import Origin
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
     "unskew calibrate --task task.toml --trust --stats *.stats --propose heads.safetensors",
     "unskew calibrate --task task.toml --trust --stats *.stats --heads heads.st --validate *.answer --out better.st",
     "unskew calibrate --task task.toml --trust --stats *.stats --sites keys/ --out calibrated.safetensors",
+    "unskew calibrate runs/demo --calibrator lda",
 ))  # fmt: skip
+@click.argument("run", required=False, type=PATH)
 @options("task", "model", "device")
 @click.option("--stats", "files", type=PATH, multiple=True, help="the sites' files")
 @click.option("--sums", type=PATH, multiple=True, help="sums that you have written by --sum: never a site's file")
@@ -77,8 +80,14 @@ if TYPE_CHECKING:
 @click.option("--validate", type=PATH, multiple=True, help="the sites' answers to --heads: the best head is taken")
 @click.option("--seed", default=0, show_default=True, help="of virtual features")
 @options("sign", "out")
-def calibrate(**options: Any) -> None:
-    """On the server: make a better classifier from the sites' files."""
+def calibrate(run: Path | None, **options: Any) -> None:
+    """On the server: make a better classifier from the sites' files.
+
+    RUN is the folder of a finished run instead, to whose model and records a --calibrator is added.
+    """
+    if run is not None:
+        calibrate_run(click.get_current_context(), run, options)
+        return
     wish = Wish(**{name: options.pop(name) for name in Wish._fields})
     _check_wish(wish)
     asked = asked_for(options)
@@ -266,7 +275,8 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     from unskew.calibration.heads import with_classifier
     from unskew.calibration.selection import calibrator_of
     from unskew.conversation.calibrating import make_head
-    from unskew.conversation.heads_file import OLD, program_of, write_model
+    from unskew.conversation.heads_file import OLD
+    from unskew.conversation.model_file import program_of, write_model
     from unskew.files.signing import read_sites
     from unskew.models.networks import linear
     from unskew.models.programs import exported
@@ -284,7 +294,7 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     source = wish.heads or f"{files} and {int(stats.count.sum()):,} examples"
     program = program_of(better, stats.origin, wish.export_preparation) if wish.export else None
     if wish.out:
-        told = write_model(wish.out, better, opened.module, name, stats)
+        told = write_model(wish.out, better, opened, name, stats.origin)
         show(f"{wish.out}: the weights with the head of {name}, from {source}; {told}")
     if wish.export and program:
         exported(program.module, program.example, wish.export)

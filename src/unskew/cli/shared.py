@@ -82,7 +82,8 @@ def options(*groups: str) -> Callable[[Command], Command]:
         "task": [click.option("--task", type=PATH, help="file of `unskew task`, which says all that is not said here")],
         "model": [
             click.option("--model", help="net.py:build, package.net:Net, torchvision:NAME, timm:NAME, "
-                         "transformers:NAME or its folder, a network of Unskew's, or a torch.export program"),
+                         "transformers:NAME or its folder, a network of Unskew's, a torch.export program, or a run's "
+                         "folder or calibrated.safetensors, weights and all"),
             click.option("--weights", type=PATH, help="the model's weights: safetensors, or a torch state dict"),
             click.option("--classes", type=click.IntRange(2), show_default="the model's", help="for a new classifier"),
             click.option("--layer", help="name of the classification layer", show_default="found by a forward pass"),
@@ -153,10 +154,12 @@ def asked_for(given: Mapping[str, Any], *, free: Sequence[str] = (), other_weigh
     """
     from unskew.conversation import tasks
     from unskew.conversation.agreement import Known
-    from unskew.conversation.heads_file import known_of_model
+    from unskew.conversation.model_file import known_of_model, located
     from unskew.data.sites import read_labels
 
     values = dict(given)
+    if values["model"] is not None:
+        values["model"], values["weights"] = located(values["model"], values["weights"], values["trust"])
     prepared = _prepared(values)
     sources = [Known(str(path), read_labels(path))] if (path := values.get("labels")) else []
     path, task = values.get("task"), None

@@ -96,7 +96,7 @@ def _check_model(values: Mapping[str, Any], preparation: Preparation, task: Task
     import torch
 
     from unskew.conversation.agreement import images_of
-    from unskew.conversation.heads_file import opened
+    from unskew.conversation.model_file import open_model
     from unskew.models.inputs import stand_in
 
     made = images_of(preparation)
@@ -104,7 +104,7 @@ def _check_model(values: Mapping[str, Any], preparation: Preparation, task: Task
     program = task.model.endswith(".pt2")
     if (program and not values["trust"]) or (not program and example is None and task.layer is None):
         return
-    model = opened(values["model"], values["weights"], classes=values["classes"], layer=values["layer"],
+    model = open_model(values["model"], values["weights"], classes=values["classes"], layer=values["layer"],
                    trust=values["trust"], example=example).model  # fmt: skip
     if task.labels is not None and len(task.labels) != model.classes:
         raise UsageError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from unskew.models.networks import linear
 from unskew.statistics.doubts import check_plausible, doubts_of
 from unskew.statistics.moments import FORMS, REDUCES, FeatureStats
 from unskew.statistics.scrutiny import Summary
+
+Seed: TypeAlias = int | torch.Generator  # of virtual features
 
 
 class Plan(NamedTuple):
@@ -37,7 +39,7 @@ class Plan(NamedTuple):
 
 
 def plan_for(
-    calibrator: str, forms: Iterable[str], transform: str, classifier: nn.Module, *, apart: bool = True,
+    calibrator: Calibrator | str, forms: Iterable[str], transform: str, classifier: nn.Module, *, apart: bool = True,
     robust: bool = False, prior: bool = False,
 ) -> Plan:  # fmt: skip
     """Find the calibrator, and the form of the sum, that statistics of these forms allow.
@@ -46,7 +48,7 @@ def plan_for(
     is given.
     """
     common = [form for form in FORMS if all(form in REDUCES[other] for other in forms)]
-    wanted = calibrator_of(calibrator, common[0], transform, linear(classifier).bias is not None)
+    wanted = _maker(calibrator, common[0], transform, classifier)
     if wanted.apart and not apart:
         raise UsageError(f"{wanted.name} needs each site's own file: sums and what is taken out of them won't do")
     if robust and not apart:
@@ -56,6 +58,13 @@ def plan_for(
     exact = prior and wanted.name == "ffc"  # which needs each class's moments for that
     takes = ("class", *wanted.forms) if exact else wanted.forms
     return Plan(wanted, common[0], next((form for form in takes if form in common), None))
+
+
+def _maker(calibrator: Calibrator | str, form: str, transform: str, classifier: nn.Module) -> Calibrator:
+    """The calibrator of a spec, for statistics of this form."""
+    if isinstance(calibrator, Calibrator):
+        return calibrator
+    return calibrator_of(calibrator, form, transform, linear(classifier).bias is not None)
 
 
 def odd(seen: Sequence[Summary], accept: Sequence[str], labels: tuple[str, ...] | None) -> list[str]:
@@ -73,12 +82,15 @@ class Material(NamedTuple):
     prior: Tensor | None = None  # the mix of classes expected in use
 
 
-def make_head(spec: str, material: Material, old: nn.Module, seed: int = 0, *, lenient: bool = False) -> nn.Module:
+def make_head(
+    calibrator: Calibrator | str, material: Material, old: nn.Module, seed: Seed = 0, *, lenient: bool = False
+) -> nn.Module:
     """The head that a calibrator makes; one that knows no mix of classes does without if that is `lenient`."""
     stats = material.stats
-    maker = calibrator_of(spec, stats.form, stats.transform, linear(old).bias is not None)
+    maker = _maker(calibrator, stats.form, stats.transform, old)
     prior = material.prior if maker.weighs or not lenient else None
-    return maker(stats, old, torch.Generator().manual_seed(seed), prior, material.sites)
+    draw = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    return maker(stats, old, draw, prior, material.sites)
 
 
 class Proposal(NamedTuple):
@@ -88,7 +100,7 @@ class Proposal(NamedTuple):
     stats: FeatureStats
 
 
-def propose(calibrator: str, material: Material, old: nn.Module, seed: int = 0) -> Proposal:
+def propose(calibrator: Calibrator | str, material: Material, old: nn.Module, seed: Seed = 0) -> Proposal:
     """Make the candidates for sites to score: that of one calibrator or, for "auto", of all that the statistics allow.
     What sites hold out is left out, so that it is new to the heads that they score on it.
     """
@@ -96,9 +108,11 @@ def propose(calibrator: str, material: Material, old: nn.Module, seed: int = 0) 
     if rest is not None:
         material = material._replace(stats=replace(rest, parts=material.stats.parts), sites=())
     bias = linear(old).bias is not None
-    auto = calibrator == "auto"
-    names = candidates(material.stats.form, len(material.sites), bias) if auto else [calibrator]
-    return Proposal({name: make_head(name, material, old, seed, lenient=True) for name in names}, material.stats)
+    makers: dict[str, Calibrator | str] = {getattr(calibrator, "name", str(calibrator)): calibrator}
+    if calibrator == "auto":
+        makers = {name: name for name in candidates(material.stats.form, len(material.sites), bias)}
+    heads = {name: make_head(maker, material, old, seed, lenient=True) for name, maker in makers.items()}
+    return Proposal(heads, material.stats)
 
 
 class Validation(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from unskew.conversation.agreement import Known, apart, check_known, images_of
-from unskew.conversation.heads_file import Opened, opened
+from unskew.conversation.model_file import Opened, open_model
 from unskew.conversation.tasks import Task, check_header
 from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError
@@ -152,8 +152,8 @@ def open_for(
             said = ", ".join(str(path) for path, header in known.items() if header.origin.layer is not None)
             raise UsageError(f"{spec} has no layer {told!r}, of which {said} has features: give the right model")
 
-    found = opened(spec, weights, classes=classes, layer=layer or (None if seen else told), trust=trust,
-                   example=stand_in(inputs) if inputs is not None and seen else None, check=check)  # fmt: skip
+    found = open_model(spec, weights, classes=classes, layer=layer or (None if seen else told), trust=trust,
+                       example=stand_in(inputs) if inputs is not None and seen else None, check=check)  # fmt: skip
     if known[first].classes != found.model.classes:
         raise UsageError(
             f"{first} has {known[first].classes} classes, but the model has {found.model.classes}: give --classes "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from unskew.conversation.agreement import Known, agreed_labels, agreed_preparation, check_known
-from unskew.conversation.heads_file import opened
+from unskew.conversation.model_file import known_of_model, located, open_model
 from unskew.data.preparation import Preparation
 from unskew.data.sites import SiteData, site_data
 from unskew.errors import DataError, UnskewError, UsageError
@@ -68,11 +68,14 @@ def open_site(
     batch: int = 64,
     skip_damaged: bool = False,
 ) -> Site:
-    """Open the data that `data` names and the model, and cut it; see `sites.site_data` and `heads_file.opened`.
+    """Open the data that `data` names and the model, and cut it; see `sites.site_data` and `open_model`.
 
     `sources` say what the classes are called and how inputs are prepared, `prepared` gives fields of a `Preparation`
     beside them: what contradicts itself is refused.
     """
+    model, weights = located(model, weights, trust)
+    if weights is not None and str(weights) not in [source.where for source in sources]:
+        sources = [*sources, known_of_model(weights, classes)]
     named = agreed_labels(sources)
     preparation, where = agreed_preparation(sources, prepared or {})
     notes = []
@@ -91,7 +94,8 @@ def open_site(
         raise DataError(f"{data}: there are no examples")
     x, y = first
     check_known(Known(data, None, found.preparation, described(x, len(y))), sources)
-    _, cut, fresh = opened(model, weights, classes=classes, layer=layer, trust=trust, example=first_of(x, len(y)))
+    found_model = open_model(model, weights, classes=classes, layer=layer, trust=trust, example=first_of(x, len(y)))
+    cut, fresh = found_model.model, found_model.fresh
     if found.classes is not None and found.classes != cut.classes:
         raise UsageError(
             f"{data if named is None else named.where} has {found.classes} classes, but the model has {cut.classes}: "

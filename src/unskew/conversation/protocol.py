@@ -6,9 +6,10 @@
     the Result: the head that does best, who took part, who did not and why
 
 `serve` is a generator: it yields a request to all sites, and is sent pairs of a site's name and what came from it, as
-they come. Statistics are added one by one, so whoever carries replies need not hold them all. Neither side knows of
-files, networks or clocks: a transport only carries (`talk`), and hands over a `Fault`, an exception or nothing where a
-reply did not come. What that means is decided by the `Roster`.
+they come. Statistics are added one by one, so whoever carries replies need not hold them all. A simulation may send the
+`FeatureStats` that it has collected itself: they are added as they are, since nobody else has touched them. Neither
+side knows of files, networks or clocks: a transport only carries (`talk`), and hands over a `Fault`, an exception or
+nothing where a reply did not come. What that means is decided by the `Roster`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,24 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from unskew.calibration.heads import with_classifier
+from unskew.calibration.heads import Calibrator, with_classifier
 from unskew.conversation.agreement import Known, check_known, images_of
 from unskew.conversation.answers import Answer, Counts, Owner, check_answer, counts_in
-from unskew.conversation.calibrating import Material, Plan, Validation, make_head, odd, plan_for, propose, validate
+from unskew.conversation.calibrating import (
+    Material,
+    Plan,
+    Seed,
+    Validation,
+    make_head,
+    odd,
+    plan_for,
+    propose,
+    validate,
+)
 from unskew.conversation.errands import Batches, answer_of, collected, form_within, scores_of
 from unskew.conversation.heads_file import Heads, heads_bytes
 from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
-from unskew.conversation.roster import Late, Require, Roster, Sent, needed
+from unskew.conversation.roster import Late, Require, Roster, Sent, Taken, needed
 from unskew.conversation.tasks import Task, check_header, check_nonce
 from unskew.errors import DataError, UnskewError, UsageError, expect
 from unskew.files.signing import Key, Sites, check_signed
@@ -67,7 +78,6 @@ def reply(
     site has replied before, or its digest: an answer to heads says by it whose it is. `key` signs what is sent;
     `server` is the server's key, without which heads are refused.
 
-    >>> import torch
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 3))
     >>> said = reply(Task(form="pooled"), model, [(torch.randn(10, 2), torch.arange(10) % 3)])
     >>> said.header.examples
@@ -104,7 +114,14 @@ def _statistics(task: Task, model: Split, batches: Batches, key: Key | None) -> 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a conversation."""
+    """What came of a conversation.
+
+    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
+    >>> sites = {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]}
+    >>> print(talk(serve(model, sites, Task(form="pooled"), validated=False), in_process(model, sites)))
+    head: ffc; unverified: no site has checked it
+    statistics: 1 of 1 sites
+    """
 
     model: Split  # a copy, with the head that was chosen
     head: str  # the name of that head: of its calibrator, or "old"
@@ -126,7 +143,7 @@ def serve(
     sites: Iterable[str],
     task: Task | None = None,
     *,
-    calibrator: str = "auto",
+    calibrator: Calibrator | str = "auto",
     validated: bool = True,
     require: Require = "all",
     robust: bool = False,
@@ -135,7 +152,7 @@ def serve(
     keys: Sites | None = None,
     key: Key | None = None,
     fresh: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Generator[Request, Replies, Result]:
     """The server's side: yields requests, is sent replies, returns a `Result`.
 
@@ -150,7 +167,6 @@ def serve(
     `fresh` tells that the model's head is new. Where nobody says what the inputs are, the first site's word counts.
     Statistics are added in the order in which they come: another order can change the last digits.
 
-    >>> import torch
     >>> server = serve(Split(torch.nn.Identity(), torch.nn.Linear(2, 3)), ["a", "b"], Task(form="pooled", hold_out=0.2))
     >>> next(server).hold_out
     0.2
@@ -179,6 +195,8 @@ def serve(
     request = Candidates(heads_bytes(model, proposal.heads, proposal.stats, fresh, key, task.hold_out))
     del proposal
     hearing = _Hearing(request.heads(model), model.classes, gathering.owners, keys)
+    if not gathering.owners:
+        raise UsageError("statistics of this process have no digest that answers could name: give validated=False")
     idle = [owner.name for owner in gathering.owners.values() if not owner.examples_held_out]
     asked = [site for site in roster.answered if site not in idle]
     if not asked:
@@ -198,11 +216,12 @@ def linear_device(model: Split) -> Any:
     return next(model.classifier.parameters()).device
 
 
-def _hear(roster: Roster, replies: Replies, use: Callable[[str, Reply], None]) -> None:
-    """Enter replies one by one, as they come; what was used is not kept."""
+def _hear(roster: Roster, replies: Replies, use: Callable[[str, Taken], None]) -> None:
+    """Enter replies one by one, as they come."""
     pairs = replies.items() if isinstance(replies, Mapping) else replies
     for site, sent in pairs:
         roster.take(site, sent, use)
+        del sent  # lest it is held while the next one comes
 
 
 def _alone(site: str, other: str | None) -> str:
@@ -228,32 +247,39 @@ class _Gathering:
         self.each: list[FeatureStats] = []  # each site's own, where they are needed
         self.notes: tuple[str, ...] = ()
 
-    def add(self, site: str, sent: Reply) -> None:
+    def add(self, site: str, sent: Taken) -> None:
         """Add a site's statistics, or refuse them; then the sum is as it was."""
-        if not isinstance(sent, Statistics):
+        if isinstance(sent, Answer):
             raise DataError(f"{site}: an answer to heads, which nobody has asked for yet")
-        header = sent.header
-        self._check(site, sent)
-        plan = self._plan([self.task.form or header.form])
+        form = sent.form if isinstance(sent, FeatureStats) else sent.header.form
+        plan = self._plan([self.task.form or form])
         form = plan.form if self.whole else plan.least
-        seen: list[Summary] = []
+        stats = sent.reduced(form) if isinstance(sent, FeatureStats) else self._checked(site, sent, form)
+        if self.total is not None:
+            self.total.beside(stats.sort, stats.origin)
+        self.parts += [(part, site) for part in stats.parts]
+        stats = replace(stats, parts=())
+        if self.robust:
+            self.each.append((stats.without_held_out if self.whole else None) or stats)
+        elif plan.wanted.apart and not self.whole:
+            self.each.append(stats.reduced("none"))
+        self.plan = plan
+        self.total = copy.deepcopy(stats) if self.total is None else self.total._joined(stats)
+
+    def _checked(self, site: str, sent: Statistics, form: str) -> FeatureStats:
+        """What a site has sent, refused where it can't be taken; and what is kept of it."""
+        self._check(site, sent)
+        header, seen = sent.header, list[Summary]()
         stats = sent.stats(site, form, seen.append)
         check_plausible([doubt for doubt in seen[0].doubts if doubt.severity != WARN], self.accept)
         check_new(site, stats.parts, self.parts, site in self.accept)
-        own, bare = stats.parts, replace(stats, parts=())
         if self.total is not None:
-            self.total.beside(bare.sort, bare.origin)
-        if self.robust:
-            self.each.append((bare.without_held_out if self.whole else None) or bare)
-        elif plan.wanted.apart and not self.whole:
-            self.each.append(bare.reduced("none"))
-        held = bare.count.new_zeros(bare.classes) if bare.held_out is None else bare.held_out.count.clone()
-        self.owners[header.digest] = Owner(site, header.site, bare.count.clone(), held, header.examples,
+            self.total.beside(stats.sort, stats.origin)
+        held = stats.count.new_zeros(stats.classes) if stats.held_out is None else stats.held_out.count
+        self.owners[header.digest] = Owner(site, header.site, stats.count.clone(), held.clone(), header.examples,
                                            header.held_out or 0)  # fmt: skip
-        self.plan = plan
         self.seen += seen
-        self.parts += [(part, site) for part in own]
-        self.total = copy.deepcopy(bare) if self.total is None else self.total._joined(bare)
+        return stats
 
     def _check(self, site: str, sent: Statistics) -> None:
         """Refuse statistics by their header: not of this task, this model, or this site."""
@@ -279,9 +305,10 @@ class _Gathering:
         """What heads are made from, once all have come; refused where sites are implausible beside each other."""
         assert self.total is not None
         total = replace(self.total, parts=tuple(part for part, _ in self.parts))
-        told = odd(self.seen, self.accept, total.origin.labels)
+        told = odd(self.seen, self.accept, total.origin.labels) if self.seen else []
         told += dominating({owner.name: owner.examples for owner in self.owners.values()})
-        check_sum(total, False, max(site.step for site in self.seen))
+        if self.seen:
+            check_sum(total, False, max(site.step for site in self.seen))
         if self.robust:
             total = replace(robust_sum(self.each), parts=total.parts)
             self.each = []
@@ -299,7 +326,7 @@ class _Hearing:
         self.heads, self.classes, self.owners, self.keys = heads, classes, owners, keys
         self.counts: dict[str, Counts] = {}
 
-    def add(self, site: str, sent: Reply) -> None:
+    def add(self, site: str, sent: Taken) -> None:
         """Take a site's answer, or refuse it."""
         if not isinstance(sent, Answer):
             raise Late(f"{site}: statistics, which came too late to be added")
@@ -320,7 +347,6 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
 
     All that a transport has to be: see `in_process`.
 
-    >>> import torch
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> sites = {name: [(torch.randn(50, 2), torch.arange(50) % 2)] for name in ("a", "b")}
     >>> result = talk(serve(model, sites), in_process(model, sites))
@@ -339,7 +365,6 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
 def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request], Replies]:
     """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice.
 
-    >>> import torch
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> ask = in_process(model, {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]})
     >>> [(site, said.header.examples) for site, said in ask(Task(form="pooled"))]

@@ -24,9 +24,11 @@ from typing import NamedTuple, TypeAlias
 from unskew.conversation.answers import Answer
 from unskew.conversation.messages import Fault, Reply, Statistics, read_reply
 from unskew.errors import DataError, UnskewError, UsageError
+from unskew.statistics.moments import FeatureStats
 
 Require: TypeAlias = str | int | float
-Sent: TypeAlias = Reply | bytes | Fault | BaseException | None  # what a transport can hand over for a site
+Taken: TypeAlias = Reply | FeatureStats  # a reply; statistics that this very process has collected are one too
+Sent: TypeAlias = Taken | bytes | Fault | BaseException | None  # what a transport can hand over for a site
 
 
 class Entry(NamedTuple):
@@ -62,7 +64,7 @@ class Roster:
         self.strangers: dict[str, str] = {}
         self._first: dict[str, str] = {}  # the digest of the reply that counts
 
-    def take(self, site: str, sent: Sent, use: Callable[[str, Reply], None]) -> None:
+    def take(self, site: str, sent: Sent, use: Callable[[str, Taken], None]) -> None:
         """Enter what came from a site; `use` takes the reply, or refuses it by raising."""
         if site in self.excused:
             return
@@ -153,7 +155,9 @@ def _fault(sent: Fault | BaseException | None) -> Entry:
     return Entry(sent.status, sent.why)
 
 
-def _digest(reply: Reply) -> str:
+def _digest(reply: Taken) -> str:
+    if isinstance(reply, FeatureStats):
+        return ""
     if not isinstance(reply, Statistics | Answer):
         raise UsageError(f"a reply is {type(reply).__name__}: it must be bytes, Statistics, an Answer or a Fault")
     return reply.header.digest if isinstance(reply, Statistics) else reply.digest

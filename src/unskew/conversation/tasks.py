@@ -8,7 +8,6 @@ run only where somebody says that they trust it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,8 +16,9 @@ from typing import Any, NamedTuple
 
 from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError, lookup
+from unskew.files.checksums import checksum_of
 from unskew.files.signing import is_nonce, new_nonce
-from unskew.files.untrusted import Content, Source, open_regular, read_toml, reading
+from unskew.files.untrusted import Content, Source, read_toml, reading
 from unskew.files.writing import write_text
 from unskew.models.transforms import Transform
 from unskew.specs import is_own
@@ -26,7 +26,6 @@ from unskew.statistics.header import PRECISIONS, Header
 from unskew.statistics.moments import FORMS
 
 VERSION = 1
-BLOCK = 2**20  # bytes of a file that are read at a time
 LIBRARY_FILES = (".json", ".safetensors", ".bin", ".txt", ".py", ".model", ".jinja", ".pt", ".pth", ".h5", ".msgpack",
                  ".gguf")  # what transformers can read in a folder  # fmt: skip
 
@@ -158,7 +157,7 @@ def task_of(
             named[role] = name = _named(path, folder)
             if homes.setdefault(name, path.resolve()) != path.resolve():
                 raise UsageError(f"{homes[name]} and {path} would both lie beside the task as {name}: rename one")
-            files |= {str(PurePosixPath(name).with_name(one.name)): sha256(one) for one in _all_of(path)}
+            files |= {str(PurePosixPath(name).with_name(one.name)): checksum_of(one) for one in _all_of(path)}
     spec = with_file(model, named["model"]) if "model" in named else model
     return Task(
         spec, named.get("weights"), preparation=replace(prepared.canonical(), path=None), files=files, **settings
@@ -178,15 +177,6 @@ def _named(path: Path, folder: Path) -> str:
     if place.is_relative_to(home):
         return place.relative_to(home).as_posix()
     return f"{place.parent.name}/{place.name}" if place.name == "config.json" else place.name
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file."""
-    hashed = hashlib.sha256()
-    with reading(path), open_regular(path) as file:
-        while block := file.read(BLOCK):
-            hashed.update(block)
-    return hashed.hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -321,7 +311,7 @@ def placed(
             flag = {"preparation": "prepare"}.get(own or "", own or "model")
             raise DataError(f"{place}: there is no such file, which {path} names: put it there, or say where it is, by "
                             f"--{flag}")  # fmt: skip
-        if (held := sha256(place)) != told:
+        if (held := checksum_of(place)) != told:
             raise DataError(
                 f"{place}: not the file that {path} means by {name}: its SHA-256 begins with {held[:16]}, not with "
                 f"{told[:16]}. Ask for the file that came with the task"

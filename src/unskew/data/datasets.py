@@ -330,7 +330,7 @@ def _find(known: Known, folder: Path, download: bool, progress: Progress | None)
     return found
 
 
-def _read(known: Known, folder: Path, labels: str, size: int | None, paths: list[Path]) -> readers.Arrays:
+def _read(known: Known, folder: Path, label_set: str, size: int | None, paths: list[Path]) -> readers.Arrays:
     cache = folder / "decoded"
     match known.name:
         case "digits":
@@ -338,7 +338,7 @@ def _read(known: Known, folder: Path, labels: str, size: int | None, paths: list
         case "fashion-mnist":
             return readers.fashion_mnist(paths)
         case "cifar10" | "cifar100":
-            return readers.cifar(paths[0], known.name, labels)
+            return readers.cifar(paths[0], known.name, label_set)
         case "cinic10":
             return readers.cinic10(paths[0], cache, size)
         case _:
@@ -354,7 +354,7 @@ def load(
     name: str | os.PathLike[str],
     folder: str | os.PathLike[str] | None = None,
     *,
-    labels: str = "fine",
+    label_set: str = "fine",
     size: int | None = None,
     download: bool = True,
     progress: Progress | None = None,
@@ -362,7 +362,7 @@ def load(
     """Load a known data set by name, or your own from a path to a .npz file or a folder of class folders.
 
     A known data set is looked for in `folder`/<name> and in `folder`, unpacked or as the official archive,
-    and otherwise downloaded; `folder` is $UNSKEW_DATA or ~/.cache/unskew by default. `labels="coarse"` takes
+    and otherwise downloaded; `folder` is $UNSKEW_DATA or ~/.cache/unskew by default. `label_set="coarse"` takes
     CIFAR-100's 20 coarse classes. Data that come as image files (folders, cinic10, tiny-imagenet) are scaled
     to size x size if `size` is given, decoded once and kept in `folder`/decoded. Known names come first: a
     folder of yours called digits is `./digits`.
@@ -379,8 +379,8 @@ def load(
         except UsageError as error:
             paths = "or a path to a .npz file or to a folder of class folders"
             raise UsageError(f"{error}, {paths}; {path.absolute()} does not exist") from None
-    if labels not in ("fine", "coarse") or (labels == "coarse" and name != "cifar100"):
-        raise UsageError(f"labels={labels!r}: cifar100 has 'fine' and 'coarse', all other data sets 'fine'")
+    if label_set not in ("fine", "coarse") or (label_set == "coarse" and name != "cifar100"):
+        raise UsageError(f"label_set={label_set!r}: cifar100 has 'fine' and 'coarse', all other data sets 'fine'")
     scalable = path.is_dir() if known is None else name in ("cinic10", "tiny-imagenet")
     if size is not None and (size < 1 or not scalable):
         raise UsageError(f"size={size} for {name}: 1 or more, and only for data that come as image files")
@@ -388,7 +388,7 @@ def load(
     where = name if not sources else sources[0] if len(sources) == 1 else sources[0].parent
     with reading(where, "can't be used"):
         if known is not None:
-            arrays = _read(known, place, labels, size, sources)
+            arrays = _read(known, place, label_set, size, sources)
         elif path.is_dir():
             arrays = readers.class_folders(path, place / "decoded", size)
         else:

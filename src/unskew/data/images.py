@@ -104,11 +104,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def folders(path: Path) -> tuple[str, ...]:
-    """The names of the class folders in a folder, in the order of their numbers, without hidden ones."""
-    return in_order([entry.name for entry in _entries(path) if _is_folder(entry)], path)
-
-
 def splits(path: Path) -> list[str]:
     """Return the training and the test folder in a folder of class folders, or [""] where it is not split.
 
@@ -118,12 +113,35 @@ def splits(path: Path) -> list[str]:
     return ["train/", f"{tests[0]}/"] if tests and (path / "train").is_dir() else [""]
 
 
-def listed(path: Path, start: str, classes: Sequence[str]) -> tuple[list[list[Path]], tuple[LeftOut, ...]]:
-    """The images of each class folder in one of the `splits`, sorted by name, and what else lies there.
+class ImageFolder(NamedTuple):
+    """One part of a folder of class folders: all who read such folders read this."""
 
-    Hidden files are not looked at.
-    """
+    root: Path
+    classes: tuple[str, ...]  # its class folders, in the order of their numbers
+    groups: list[list[Path]]  # the images of each, sorted by name
+    left_out: tuple[LeftOut, ...]  # what else lies there
+
+    @property
+    def files(self) -> list[Path]:
+        """All images, class after class."""
+        return [file for group in self.groups for file in group]
+
+    @property
+    def counts(self) -> list[int]:
+        """How many images each class has."""
+        return list(map(len, self.groups))
+
+    def check_classes(self, remedy: str = "") -> None:
+        """Refuse a folder that has less than two classes."""
+        if len(self.classes) < 2:
+            expected = f"expected two or more{remedy}{beside(self.left_out)}"
+            raise DataError(f"{self.root} holds {len(self.classes)} class folders; {expected}")
+
+
+def image_folder(path: Path, start: str) -> ImageFolder:
+    """One of the `splits` of a folder of class folders; hidden files are not looked at."""
     root, used = path / start, splits(path)
+    classes = in_order([entry.name for entry in _entries(root) if _is_folder(entry)], root)
     images: list[list[Path]] = []
     other: list[str] = []
     inner: list[str] = []
@@ -146,7 +164,8 @@ def listed(path: Path, start: str, classes: Sequence[str]) -> tuple[list[list[Pa
             entry.name for entry in _entries(path) if start and _is_folder(entry) and f"{entry.name}/" not in used
         ],
     }
-    return images, tuple(LeftOut(kind, len(names), tuple(names[:NAMED])) for kind, names in kinds.items() if names)
+    left_out = tuple(LeftOut(kind, len(names), tuple(names[:NAMED])) for kind, names in kinds.items() if names)
+    return ImageFolder(root, classes, images, left_out)
 
 
 def beside(left_out: Sequence[LeftOut]) -> str:
@@ -320,12 +339,12 @@ def _by_function(preparation: Preparation) -> Callable[[Example], Array]:
     spec = f"{path}:{name.rpartition(':')[2]}"
     if Preparation.of_function(spec).digest != preparation.digest:
         raise UsageError(f"preparation is by {name}, but {path} is another file than its digest says: give that one")
-    function = specs.own("preparation", spec)
+    function = specs.load_function("preparation", spec)
     calls = itertools.count()
 
     def called(example: Example) -> Tensor:
         image = example.picture(preparation.channels)
-        made = specs.called(f"{example.name}: preparation", name, function, image)
+        made = specs.call_user_code(f"{example.name}: preparation", name, function, image)
         wrong = None
         if not isinstance(made, Tensor):
             wrong = type(made).__name__

@@ -30,7 +30,7 @@ from unskew.data import images
 from unskew.data.preparation import Preparation
 from unskew.errors import DataError
 from unskew.files import archives, limits
-from unskew.files.download import checksum_of
+from unskew.files.checksums import checksum_of
 from unskew.files.untrusted import is_memory, read_bytes
 from unskew.files.writing import replacing
 
@@ -308,16 +308,16 @@ def _unpickle(files: Files, name: str, path: Path, *keys: str) -> list[Any]:
         raise DataError(f"{path}: {name} is damaged or no CIFAR file with {wanted}: {repr(error)[:300]}") from error
 
 
-def cifar(path: Path, name: str = "cifar10", labels: str = "fine") -> Arrays:
+def cifar(path: Path, name: str = "cifar10", label_set: str = "fine") -> Arrays:
     """Read CIFAR-10 or CIFAR-100 (`name`) from the official Python archive or from its unpacked folder.
 
-    `labels` chooses CIFAR-100's 100 "fine" classes or its 20 "coarse" ones.
+    `label_set` chooses CIFAR-100's 100 "fine" classes or its 20 "coarse" ones.
     """
     if name == "cifar10":
         inside, key, meta, meta_key = "cifar-10-batches-py", "labels", "batches.meta", "label_names"
         batches, last = [f"data_batch_{number}" for number in range(1, 6)], "test_batch"
     else:
-        inside, key, meta, meta_key = "cifar-100-python", f"{labels}_labels", "meta", f"{labels}_label_names"
+        inside, key, meta, meta_key = "cifar-100-python", f"{label_set}_labels", "meta", f"{label_set}_label_names"
         batches, last = ["train"], "test"
     files = contents(path, inside)
 
@@ -411,25 +411,22 @@ def class_folders(path: Path, cache: Path | None = None, size: int | None = None
     `size` scales every image to size x size (bilinear). What is left out is told by a warning.
     """
     starts = images.splits(path)
-    labels = images.folders(path / starts[0])
-    if odd := set(labels) ^ set(images.folders(path / starts[-1])):
+    parts = [images.image_folder(path, start) for start in starts]
+    labels = parts[0].classes
+    if odd := set(labels) ^ set(parts[-1].classes):
         raise DataError(f"{path}: {' and '.join(starts)} have different classes: {', '.join(sorted(odd))}")
-    if len(labels) < 2:
-        raise DataError(f"{path / starts[0]} holds {len(labels)} class folders; expected two or more")
+    parts[0].check_classes()
     files: dict[str, Callable[[], bytes]] = {}
     listings = []
-    for start in starts:
-        groups, left_out = images.listed(path, start, labels)
-        for name, group in zip(labels, groups, strict=True):
-            if not group:
-                raise DataError(f"{path}: class folder {start}{name} holds no image{images.beside(left_out)}")
-        for some in left_out:
+    for start, part in zip(starts, parts, strict=True):
+        for name, count in zip(labels, part.counts, strict=True):
+            if not count:
+                raise DataError(f"{path}: class folder {start}{name} holds no image{images.beside(part.left_out)}")
+        for some in part.left_out:
             logging.getLogger(__name__).warning("%s: left out are %s", path / start, some)
-        own = {
-            file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for group in groups for file in group
-        }
+        own = {file.relative_to(path).as_posix(): partial(read_bytes, file, "image") for file in part.files}
         files |= own
-        listings.append(_Listing(list(own), np.repeat(np.arange(len(labels)), list(map(len, groups)))))
+        listings.append(_Listing(list(own), np.repeat(np.arange(len(labels)), part.counts)))
 
     def decode() -> Arrays:
         if len(listings) == 1:

@@ -264,18 +264,13 @@ def _folder(
     path: Path, part: str, labels: tuple[str, ...] | None, given: Preparation, batch: int, skip_damaged: bool
 ) -> _Source:
     starts = images.splits(path)
-    start = starts[0 if part == "train" else -1]
-    root = path / start
-    names = labels or images.folders(path / starts[0])
-    if labels is None and len(names) < 2:
-        stray = images.beside(images.listed(path, starts[0], names)[1])
-        expected = f"expected two or more, or else {LABELS}"
-        raise DataError(f"{path / starts[0]} holds {len(names)} class folders; {expected}{stray}")
-    folders = images.folders(root)
-    groups, left_out = images.listed(path, start, folders)
-    files = [file for group in groups for file in group]
-    counts = torch.tensor([len(group) for group in groups], dtype=torch.int64)
-    y = torch.tensor(_class_numbers(folders, names, root), dtype=torch.int64).repeat_interleave(counts)
+    here = images.image_folder(path, starts[0 if part == "train" else -1])
+    if labels is None:
+        first = here if part == "train" else images.image_folder(path, starts[0])
+        first.check_classes(f", or else {LABELS}")
+    names = labels or first.classes
+    root, files, counts = here.root, here.files, torch.tensor(here.counts, dtype=torch.int64)
+    y = torch.tensor(_class_numbers(here.classes, names, root), dtype=torch.int64).repeat_interleave(counts)
     if given.function is None:
         channels = given.channels or (3 if given.mean and len(given.mean) == 3 else None)
         if channels is None:
@@ -293,7 +288,7 @@ def _folder(
             raise DataError(f"{root}: none of its {len(files)} images can be read; {next(iter(damaged.values()))}")
 
     width = None if given.function else preparation.channels
-    return _Source(walk, names, len(files), width, preparation, left_out, damaged)
+    return _Source(walk, names, len(files), width, preparation, here.left_out, damaged)
 
 
 def _tried(function: Callable[[Any], Any], skip_damaged: bool, image: Any) -> Any:
@@ -438,18 +433,18 @@ def _whole(cell: Any) -> int | None:
 
 def _loader(spec: str, part: str, labels: tuple[str, ...] | None, batch: int) -> _Source:
     name, options = specs.parse(spec)
-    function = specs.own("data", name)
+    function = specs.load_function("data", name)
     parameters = inspect.signature(function).parameters
     given = {key: value for key, value in {"part": part, "batch": batch}.items() if key in parameters}
     given |= specs.converted(spec, options, specs.defaults_of(function))
 
     def walk() -> Iterator[tuple[Any, Tensor]]:
-        made = specs.called("data", spec, function, **given)
+        made = specs.call_user_code("data", spec, function, **given)
         if not isinstance(made, Iterable):
             expected = "something to iterate over, such as a DataLoader, that gives batches (inputs, labels)"
             raise DataError(f"{spec} returns {type(made).__name__}; expected {expected}")
-        batches, number, end = specs.called("data", spec, iter, made), 0, object()
-        while (found := specs.called("data", spec, next, batches, end)) is not end:
+        batches, number, end = specs.call_user_code("data", spec, iter, made), 0, object()
+        while (found := specs.call_user_code("data", spec, next, batches, end)) is not end:
             yield _pair(found, f"{spec}: batch {number}")
             number += 1
 

@@ -50,10 +50,14 @@ class Experiment:
     """
 
     data: str = _about("digits", "a known data set, an .npz file, or a folder of class folders")
-    labels: str = _about("fine", "which labels of cifar100: fine or coarse")
+    label_set: str = _about("fine", "which labels of cifar100: fine or coarse")
     image_size: int | None = _about(None, "resize the images of a folder to this side", COUNT)
     model: str = _about(
-        "auto", "a network's name, or file.py:function of your own; auto: small-cnn for grey images, else cnn"
+        "auto",
+        "a network's name, or file.py:function of your own; auto: the start's, else small-cnn or, for colour, cnn",
+    )
+    start: str = _about(
+        "none", "begin with these weights: a run's folder, calibrated.safetensors, or other weights of the model"
     )
     norm: str = _about("auto", "normalisation layers: group, batch or none; auto: the network's own")
     clients: int = _about(10, "number of clients", COUNT)

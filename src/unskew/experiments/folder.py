@@ -16,29 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from unskew.calibration.heads import plain
-from unskew.data.datasets import Dataset
 from unskew.errors import DataError, UsageError
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.histories import history_of
-from unskew.experiments.resolve import own_model, settled_like
-from unskew.files import limits, locks
+from unskew.experiments.records import Record, history_of
+from unskew.experiments.resolve import resolve_auto_like
+from unskew.files import locks
 from unskew.files.locks import folder_locked
 from unskew.files.untrusted import parse_json, read_json, reading
-from unskew.files.writing import Record, load_sealed, save_sealed, write_text
+from unskew.files.writing import load_sealed, save_sealed, write_text
 from unskew.methods.algorithm import Client
-from unskew.methods.names import skeleton
-from unskew.models.networks import Split, build, check_memory, linear, linear_of
-from unskew.models.transforms import Transform
-from unskew.models.variants import NormalisedLinear
-from unskew.specs import is_own
 from unskew.training.training import Round, Training
 from unskew.tree import Tree, each, prefix, under
 
@@ -77,7 +69,7 @@ def naming_source(out: Path, new: bool) -> Iterator[None]:
 
 def ends(records: list[Record]) -> bool:
     """Whether these are the records of a run that is finished."""
-    return bool(records) and records[-1]["kind"] == "end"
+    return bool(records) and records[-1].kind == "end"
 
 
 def finished(out: Path) -> bool:
@@ -98,7 +90,7 @@ def taken(out: Path) -> contextlib.AbstractContextManager[None]:
 def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment, list[Record]]:
     """Refuse a folder that can't take an experiment; nothing is written.
 
-    Returns the experiment, its "auto" settled as the run that is there has them, and the records of that run.
+    Returns the experiment, its "auto" resolved as the run that is there has them, and the records of that run.
     """
     if not holds_run(out):
         if out.exists() and not out.is_dir():
@@ -107,7 +99,7 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
             raise UsageError(f"{out} is not empty and holds no run: choose another --out")
         return experiment, []
     held = stored(out)
-    experiment = settled_like(experiment, held)
+    experiment = resolve_auto_like(experiment, held)
     mine, theirs = asdict(experiment), asdict(held)
     changed = ", ".join(f"{key} {theirs[key]!r} (now {mine[key]!r})" for key in mine if mine[key] != theirs[key])
     if changed:
@@ -197,88 +189,3 @@ def _check_alike(path: Path, what: str, found: Tree, expected: Tree) -> None:
             raise DataError(f"{path}: {name!r} of {what} is {kinds[0]}; in this run it is {kinds[1]}")
         if not torch.isfinite(value).all():
             raise DataError(f"{path}: {name!r} of {what} holds NaN or infinity")
-
-
-# ---------------------------------------------------------------------------------------------- models
-
-
-def save_model(path: Path, model: Split, experiment: Experiment, data: Dataset) -> None:
-    """Write a model's weights with what is needed to build and to feed it."""
-    about = {
-        "network": experiment.model, "norm": None if experiment.norm == "auto" else experiment.norm,
-        "classes": data.classes, "channels": data.channels, "size": data.size, "labels": data.labels,
-        "shape": data.x.shape[1:], "mean": data.mean.tolist(), "std": data.std.tolist(),
-        "transforms": [part.name for part in model.classifier.modules() if isinstance(part, Transform)],
-        "method": experiment.method, "normalised": isinstance(model.classifier, NormalisedLinear),
-    }  # fmt: skip
-    save_sealed(path, model.state_dict(), {"unskew": json.dumps(about)})
-
-
-def load_model(path: str | Path, trust: bool = False) -> Split:
-    """A model that a run has written, in eval mode.
-
-    It takes what `batches` gives: pixel values / 255, less the mean, over the standard deviation of the training
-    images. A file can name code that makes its network, file.py:function; that is run only where whoever wrote the
-    file is trusted.
-
-    >>> import tempfile
-    >>> short = unskew.Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential")
-    >>> with tempfile.TemporaryDirectory() as out:
-    ...     records = list(unskew.run(short, Path(out, "run")))
-    ...     print(unskew.load_model(Path(out, "run", "calibrated-ffc.safetensors")).classifier)
-    Linear(in_features=64, out_features=10, bias=True)
-    """
-    tree, metadata = load_sealed(Path(path))
-    if "unskew" not in metadata:
-        raise DataError(f"{path}: not a model of a run; model.safetensors and calibrated-*.safetensors are")
-    about = parse_json(metadata["unskew"], path)
-    with reading(path, "what it says of its network is damaged"):
-        model = _skeleton(path, about, tree, trust)
-        return _filled(path, model, about, tree)
-
-
-def _skeleton(path: str | Path, about: Record, tree: Tree, trust: bool) -> Split:
-    """The network of a file, with any weights; its sizes are compared with those of the file before it is made."""
-    name, sizes = about["network"], (about["classes"], about["channels"], about["size"])
-    if not all(type(size) is int and size > 0 for size in (*sizes, *about["shape"])):
-        raise DataError(f"{path}: the sizes of its network must be whole numbers above 0")
-    limits.check("classes", about["classes"], path)
-    if is_own(name):
-        if not trust:
-            raise UsageError(
-                f"{path} names code that would run here: {name}. Read it; if you trust whoever wrote that, add "
-                "trust=True"
-            )
-        limits.check("inputs", math.prod(about["shape"]), path)
-        model = own_model(name, torch.Generator(), torch.zeros(1, *about["shape"]), *sizes)
-    else:
-        held = sum(value.numel() for value in tree.values())
-
-        def make() -> Split:
-            return skeleton(about["method"], build(name, *sizes, about["norm"]))
-
-        empty = check_memory(make, path, 4 * held)
-        wanted = sum(value.numel() for value in empty.features.parameters())
-        if wanted > held:
-            raise DataError(f"{path}: it holds {held:,} numbers, but {name} for {sizes} would have {wanted:,} or more")
-        model = build(name, *sizes, about["norm"])
-    return skeleton(about["method"], model)
-
-
-def _filled(path: str | Path, model: Split, about: Record, tree: Tree) -> Split:
-    """A network with the weights of a file."""
-    layer = linear(model.classifier) if about["normalised"] else plain(model.classifier)
-    if about["transforms"]:
-        front = Transform("+".join(about["transforms"]), layer.in_features)
-        if "classifier.1.weight" in tree:  # a transform can change the number of features
-            layer = linear_of(tree["classifier.1.weight"], tree.get("classifier.1.bias"))
-        model.classifier = torch.nn.Sequential(front, layer)
-    elif "classifier.weight" in tree:
-        model.classifier = layer
-    try:
-        model.load_state_dict(tree)
-    except RuntimeError as error:
-        raise DataError(
-            f"{path}: its weights do not fit {about['network']}, which has changed since: {error}"
-        ) from None
-    return model.eval()

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from unskew import specs
 from unskew.calibration.heads import Calibrator, check_training, oracle
 from unskew.calibration.selection import calibrators
+from unskew.conversation.agreement import Known, check_labels, difference
+from unskew.conversation.model_file import About, about_of, file_of_run
 from unskew.data.datasets import Dataset, load
 from unskew.data.partition import Federation, federate, partitions
-from unskew.errors import COUNT, UsageError, check_number, lookup
+from unskew.data.preparation import PIXELS, Preparation
+from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
+from unskew.files.checksums import checksum_of
 from unskew.files.download import Progress
 from unskew.methods.algorithms import fedavg
 from unskew.methods.names import Method, method
 from unskew.models.cutting import split
-from unskew.models.networks import Split, build, check_memory
+from unskew.models.foreign import load_module, sized
+from unskew.models.networks import Split, build, check_memory, networks
 from unskew.models.transforms import Transform
+from unskew.models.weights import put_weights, read_weights
 from unskew.seeds import generator, seeded
-from unskew.specs import called, converted, defaults_of, is_own, made, own, parse
+from unskew.specs import call_user_code, converted, defaults_of, is_own, parse
+from unskew.statistics.origin import Origin
 from unskew.system.machine import check_device, threads
 from unskew.training.engines.auto import Choice, choose_engine
 from unskew.training.engines.lanes.step import LAYOUTS, SMALL, precisions
@@ -33,6 +44,7 @@ from unskew.training.engines.workers import check_workers
 from unskew.training.personal import Way, ways
 from unskew.training.training import Training
 
+log = logging.getLogger(__name__)
 AUTO_MODELS = ("small-cnn", "cnn")  # for grey images, for others
 
 
@@ -62,18 +74,18 @@ known_calibrators: dict[str, Callable[..., Calibrator | Yardstick]] = {**calibra
 
 def calibrators_of(experiment: Experiment) -> dict[str, Calibrator | Yardstick]:
     """The calibrators that an experiment asks for, and the oracle where it does."""
-    return {spec: made("calibrator", spec, known_calibrators) for spec in _listed(_calibrate(experiment))}
+    return {spec: specs.build("calibrator", spec, known_calibrators) for spec in listed(_calibrate(experiment))}
 
 
 def _calibrate(experiment: Experiment) -> str:
     """What `calibrate` says, or stands for."""
-    auto = "none" if _listed(experiment.personal) else "ccvr,ffc,oracle"
+    auto = "none" if listed(experiment.personal) else "ccvr,ffc,oracle"
     return auto if experiment.calibrate == "auto" else experiment.calibrate
 
 
 def recalibration_of(experiment: Experiment) -> tuple[Calibrator, int] | None:
     """The calibrator to use during training and the rounds between two uses, if the experiment asks for it."""
-    if not _listed(experiment.recalibrate):
+    if not listed(experiment.recalibrate):
         return None
     spec = experiment.recalibrate.strip()
     name, options = parse(spec)
@@ -94,7 +106,7 @@ def recalibration_of(experiment: Experiment) -> tuple[Calibrator, int] | None:
 def ways_of(experiment: Experiment) -> dict[str, Way]:
     """The ways to personal models that an experiment asks for; their SGD is that of the training unless they say."""
     found = {}
-    for spec in _listed(experiment.personal):
+    for spec in listed(experiment.personal):
         name, options = parse(spec)
         factory = lookup("way to personal models", name, ways)
         given = converted(spec, options, defaults_of(factory))
@@ -105,7 +117,8 @@ def ways_of(experiment: Experiment) -> dict[str, Way]:
     return found
 
 
-def _listed(specs: str) -> list[str]:
+def listed(specs: str) -> list[str]:
+    """The specs that stand in a text, by commas; none for "none"."""
     return [spec.strip() for spec in specs.split(",") if spec.strip() not in ("", "none")]
 
 
@@ -114,7 +127,7 @@ def _listed(specs: str) -> list[str]:
 
 def data_of(experiment: Experiment, progress: Progress | None = None) -> Dataset:
     """The data set that an experiment names."""
-    return load(experiment.data, labels=experiment.labels, size=experiment.image_size, progress=progress)
+    return load(experiment.data, label_set=experiment.label_set, size=experiment.image_size, progress=progress)
 
 
 def federation_of(experiment: Experiment, data: Dataset) -> Federation:
@@ -124,7 +137,7 @@ def federation_of(experiment: Experiment, data: Dataset) -> Federation:
     factory = lookup("partition", experiment.partition, partitions)
     wanted = inspect.signature(factory).parameters
     options = {name: value for name, value in asdict(experiment).items() if name in wanted}
-    held_out = experiment.held_out if _listed(experiment.personal) else 0.0
+    held_out = experiment.held_out if listed(experiment.personal) else 0.0
     return federate(data, factory(**options), experiment.cut_seed, held_out)
 
 
@@ -135,30 +148,119 @@ def network_of(experiment: Experiment, data: Dataset) -> Split:
     """The network that an experiment names, or that a function in a file makes, with its initial weights."""
     draw = generator(experiment.seed, "model")
     if is_own(experiment.model):
-        return own_model(experiment.model, draw, data.x[:1].cpu(), data.classes, data.channels, data.size)
+        with seeded(draw.initial_seed()):
+            module = load_module(spec_of(experiment, data), data.classes)
+        example = data.x[:1].cpu().float()
+        return (
+            module if isinstance(module, Split) else call_user_code("model", experiment.model, split, module, example)
+        )
     norm = None if experiment.norm == "auto" else experiment.norm
     sizes = (data.classes, data.channels, data.size)
     check_memory(lambda: build(experiment.model, *sizes, norm), f"model {experiment.model!r} for images of {data.size}")
     return build(experiment.model, *sizes, norm, draw)
 
 
-def own_model(spec: str, draw: torch.Generator, example: Tensor, classes: int, channels: int, size: int) -> Split:
-    """The network of "file.py:function": called with those of classes, channels and size that it takes, then cut."""
-    function = own("model", spec)
-    offered = {"classes": classes, "channels": channels, "size": size}
-
-    def build_and_cut() -> Split:
-        taken = {key: value for key, value in offered.items() if key in inspect.signature(function).parameters}
-        with seeded(draw.initial_seed()):
-            module = function(**taken)
-        if not isinstance(module, nn.Module):
-            raise UsageError(f"model is {spec!r}: it returned {type(module).__name__}, not an nn.Module")
-        return module if isinstance(module, Split) else split(module, example.float())
-
-    return called("model", spec, build_and_cut)
+def spec_of(experiment: Experiment, data: Dataset) -> str:
+    """The network of an experiment, for images as the data have them, as `foreign.load_module` takes it."""
+    norm = "" if experiment.norm == "auto" or is_own(experiment.model) else f":norm={experiment.norm}"
+    return sized(experiment.model + norm, data.channels, data.size)
 
 
-def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Experiment, Split]:
+def origin_of(experiment: Experiment, data: Dataset) -> Origin:
+    """What the files of a run's models say of their inputs: those who use them need not say it again."""
+    images, pixels = data.x.dim() == 4, data.x.dtype == torch.uint8
+    mean, std = (tuple(value.flatten().tolist()) for value in (data.mean, data.std))
+    prepared = Preparation(PIXELS if pixels else "values", experiment.image_size, mean=mean, std=std,
+                           channels=data.channels if images and data.channels in (1, 3) else None)  # fmt: skip
+    sizes = ",".join(map(str, data.x.shape[1:]))
+    return Origin(labels=data.labels, preparation=str(prepared.canonical()), inputs=f"float32[{sizes}]")
+
+
+def model_of(experiment: Experiment, data: Dataset, method: Method) -> Split:
+    """The model that is trained: the network in the variant of its method, with the weights of its start, if any."""
+
+    def varied(network: Split) -> Split:
+        return method.variant(network, generator(experiment.seed, "variant"))
+
+    network = network_of(experiment, data)
+    if experiment.start == "none":
+        return varied(network)
+    path = start_file(experiment)
+    about, tree = about_of(path), read_weights(path)
+    if about is not None:
+        _check_start(about, experiment, data)
+    variant = about is not None and about.method is not None and network.state_dict().keys() != tree.keys()
+    model = varied(network)
+    try:
+        put_weights(model if variant else network, tree, path)
+    except DataError as error:
+        trained = f"; it was trained by --method {about.method}" if about is not None and about.method else ""
+        raise UsageError(f"start is {experiment.start!r}, which does not fit: {error}{trained}") from None
+    return model if variant else varied(network)
+
+
+def _check_start(about: About, experiment: Experiment, data: Dataset) -> None:
+    """Refuse a start that was made for other classes, or that training can't go on with; note other inputs."""
+    where = f"start is {experiment.start!r}"
+    if about.classes != data.classes:
+        raise UsageError(f"{where}, which has {about.classes} classes, but {experiment.data} has {data.classes}: give "
+                         "the model of a run on such data")  # fmt: skip
+    if about.labels is not None:
+        check_labels(Known(experiment.start, about.labels), Known(experiment.data, data.labels))
+    if about.transform != "identity":
+        raise UsageError(
+            f"{where}, whose classifier stands behind the transform {about.transform}, and training can't go on with "
+            "that: calibrate without a transform, or begin with the model before it"
+        )
+    prepared = origin_of(experiment, data).preparation
+    if about.preparation is not None and prepared is not None:
+        apart = difference(Preparation.parse(about.preparation), Preparation.parse(prepared), "there", "here")
+        if apart:
+            log.warning("%s, which was trained on inputs prepared otherwise: %s", where, apart)
+
+
+START = re.compile(r"(.+)@([0-9a-f]{16})")
+
+
+def pinned(start: str) -> str:
+    """A start with the digest of its file, path@digest, so that a run can't go on from another: see `start_file`."""
+    if start == "none" or START.fullmatch(start):
+        return start
+    place = Path(start).expanduser()
+    path = file_of_run(place) if place.is_dir() else place
+    if not path.is_file():
+        raise UsageError(f"start is {start!r}: give a file of weights, or the folder of a run")
+    return f"{path.resolve()}@{checksum_of(path)[:16]}"
+
+
+def start_file(experiment: Experiment) -> Path:
+    """The file that a run starts from; refused if it is not what it was."""
+    found = START.fullmatch(pinned(experiment.start))
+    assert found is not None
+    path = Path(found[1])
+    if not path.is_file():
+        raise UsageError(f"start is {path}, which is not there any more: put it back, or choose another --start")
+    if checksum_of(path)[:16] != found[2]:
+        raise UsageError(f"start is {path}, which is another file than when this run began: choose another --out")
+    return path
+
+
+def _of_start(experiment: Experiment) -> Experiment:
+    """The experiment with the network of its start, where it leaves its own open."""
+    if experiment.start == "none" or experiment.model != "auto":
+        return experiment
+    path = start_file(experiment)
+    about = about_of(path)
+    if about is None or about.spec is None:
+        raise UsageError(f"start is {path}, which does not say what network it is of: give that by --model")
+    name, options = parse(about.spec)
+    if name not in networks:
+        raise UsageError(f"start is {path}, a model of {about.spec}: give that by --model")
+    norm = options.get("norm", "auto") if experiment.norm == "auto" else experiment.norm
+    return replace(experiment, model=name, norm=norm)
+
+
+def resolve_auto(experiment: Experiment, data: Dataset, method: Method) -> tuple[Experiment, Split]:
     """The experiment with every "auto" replaced by what it stands for here, so that a resumed run uses the same; and
     its model, the network in the variant of its method, on its device.
     """
@@ -168,9 +270,10 @@ def settled(experiment: Experiment, data: Dataset, method: Method) -> tuple[Expe
     check_device(device)
     if torch.device(device).type == "cuda" and torch.device(device).index is not None:
         torch.cuda.set_device(device)  # streams and graphs are made on torch's current GPU
+    experiment = _of_start(experiment)
     name = AUTO_MODELS[data.channels != 1] if experiment.model == "auto" else experiment.model
     experiment = replace(experiment, device=device, model=name, calibrate=_calibrate(experiment))
-    model = method.variant(network_of(experiment, data), generator(experiment.seed, "variant"))
+    model = model_of(experiment, data, method)
     small = sum(value.numel() for value in model.parameters()) < SMALL
     lookup("engine", experiment.engine, engines)
     lookup("precision", experiment.precision, precisions)
@@ -197,10 +300,11 @@ def picked(experiment: Experiment, training: Training) -> tuple[Experiment, Choi
     return experiment, choice
 
 
-def settled_like(experiment: Experiment, held: Experiment) -> Experiment:
-    """The experiment with every "auto" read as `held` has settled it, where it can mean that."""
+def resolve_auto_like(experiment: Experiment, held: Experiment) -> Experiment:
+    """The experiment with every "auto" read as `held` has resolved it, where it can mean that."""
     free = {"device": "auto", "engine": "auto", "threads": 0, "lanes": 0, "lane_layout": "auto"}
-    free |= {"model": "auto"} if held.model in AUTO_MODELS else {}
+    free |= {"model": "auto"} if held.model in AUTO_MODELS or held.start != "none" else {}
+    free |= {"norm": "auto"} if held.start != "none" else {}
     free |= {"calibrate": "auto"} if held.calibrate == _calibrate(experiment) else {}
     taken = {name: getattr(held, name) for name, auto in free.items() if getattr(experiment, name) == auto}
     return replace(experiment, **taken)

@@ -10,24 +10,24 @@ a folder, it is locked: another one is refused.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
-import operator
 import time
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
-from unskew.calibration.heads import Calibrator, calibrate
 from unskew.data.datasets import Dataset, draw_crops, gather
 from unskew.data.partition import Federation
 from unskew.errors import UnskewError, UsageError, lookup
+from unskew.experiments.describe import kept_of, round_of, start_of
+from unskew.experiments.evaluation import Saver, calibrations, personal, scored
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import (
     claim,
@@ -38,42 +38,37 @@ from unskew.experiments.folder import (
     holds_run,
     load_round,
     naming_source,
-    save_model,
     save_round,
     taken,
 )
-from unskew.experiments.records import kept_of, round_of, scores_of, start_of
+from unskew.experiments.records import EndRecord, Record, append, rewrite, seconds_of
 from unskew.experiments.resolve import (
-    Yardstick,
     calibrators_of,
     data_of,
     federation_of,
     method_of,
     picked,
+    pinned,
     recalibration_of,
-    settled,
+    resolve_auto,
     ways_of,
 )
 from unskew.files.download import Progress
 from unskew.files.locks import tidy
-from unskew.files.writing import Record, appended, rewrite
 from unskew.methods.algorithm import Algorithm
 from unskew.methods.names import files_of
 from unskew.methods.optim import schedules
-from unskew.models.evaluate import Scores, batches, score
 from unskew.models.networks import Split
-from unskew.seeds import generator
 from unskew.specs import parse
 from unskew.system.machine import threads
 from unskew.training.client import at_home
-from unskew.training.costs import statistics_in_papers
 from unskew.training.engines.lanes.dispatch import ranks
 from unskew.training.engines.lanes.engine import program
 from unskew.training.engines.lanes.timetable import Usage
 from unskew.training.engines.registry import engine_with
 from unskew.training.functional import installed
-from unskew.training.personal import Way, own as own_models, personal_models, score_personal
-from unskew.training.training import Diverged, Round, Training, collect_all
+from unskew.training.personal import own as own_models, personal_models
+from unskew.training.training import Diverged, Round, Training
 
 
 def run(
@@ -185,7 +180,7 @@ class _Shelf:
 
     def load(self, experiment: Experiment) -> Dataset:
         """The data set that an experiment names."""
-        key = experiment.data, experiment.labels, experiment.image_size
+        key = experiment.data, experiment.label_set, experiment.image_size
         if key not in self.loaded:
             self.loaded[key] = data_of(experiment, self.progress)
         return self.loaded[key]
@@ -214,6 +209,7 @@ class _Run:
         self.held, self.new = held, not holds_run(out)
         if not self.new and ranks()[0] == 0 and not finished(out):
             held.enter_context(taken(out))
+        experiment = replace(experiment, start=pinned(experiment.start))
         self.experiment, self.records = examine(experiment, out, resume)
         self.finished = ends(self.records)
         if self.finished:
@@ -231,7 +227,8 @@ class _Run:
         given = {"schedule": lookup("schedule", experiment.schedule, schedules)(),
                  "recalibrate": recalibration_of(experiment)}  # fmt: skip
         data = shelf.load(experiment)
-        experiment, model = settled(experiment, data, method)
+        experiment, model = resolve_auto(experiment, data, method)
+        self.save = Saver(experiment, data)
         federation = federation_of(experiment, shelf.on(data, experiment.device))
         self.training = _training(experiment, model, federation, method.algorithm, given)
         self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
@@ -275,8 +272,8 @@ class _Run:
     def reached(self, last: Round) -> Record:
         """Score a round and write it down."""
         evaluated = last.number % self.experiment.evaluate_every == 0 or last.number == self.experiment.rounds
-        scores = scores_of(_scored(self.training, last, self.local)) if evaluated else {}
-        self.records.append(appended(self.history, round_of(last, scores)))  # before the checkpoint: no gap
+        self.records.append(round_of(last, scored(self.training, last, self.local) if evaluated else None))
+        append(self.history, self.records[-1])  # before the checkpoint: no gap
         self.last = last
         if time.monotonic() - self.kept[0] > KEEP_EVERY:
             self.close()
@@ -293,28 +290,31 @@ class _Run:
         training, last, ways = self.training, self.last, self.ways
         assert last is not None
         self.close()
-        trained, data = installed(training.model, last.params), training.federation.data
+        trained = installed(training.model, last.params)
         if self.local:  # the server has parts that nobody trained
-            personal = personal_models(training.model, training.federation, training.algorithm, last, own_models())
-            for id, own in enumerate(personal):
-                save_model(self.out / f"client-{id}.safetensors", own, self.experiment, data)
+            each = personal_models(training.model, training.federation, training.algorithm, last, own_models())
+            for id, own in enumerate(each):
+                self.save(self.out / f"client-{id}.safetensors", own, trained)
         else:
-            save_model(self.out / "model.safetensors", trained, self.experiment, data)
+            self.save(self.out / "model.safetensors", trained, trained)
             ways = {"none": lambda model, site: model, **ways} if ways else {}
-        for record in itertools.chain(
-            _calibrations(self.experiment, trained, training.federation, self.makers, self.out),
-            _personal(training, last, ways, self.local),
-        ):
+        found: Iterable[Record] = itertools.chain(
+            calibrations(self.experiment, trained, training.federation, self.makers, self.out, self.save),
+            personal(training, last, ways, self.local),
+        )
+        for record in found:
             self.records.append(record)
-            yield appended(self.history, record)
-        seconds = math.fsum(record.get("seconds", 0.0) for record in self.records)
-        yield appended(self.history, {"kind": "end", "seconds": seconds, "speed": self._speed(usage, together)})
+            append(self.history, record)
+            yield record
+        end = EndRecord(seconds=seconds_of(self.records), speed=self._speed(usage, together))
+        append(self.history, end)
+        yield end
 
-    def _speed(self, usage: Usage, together: int) -> Record:
+    def _speed(self, usage: Usage, together: int) -> dict[str, Any]:
         """Client-steps a second of this sitting, and how well lanes were used, of all runs that shared them."""
         if not usage.useful:
             return {}
-        speed: Record = {"client_steps": usage.useful, "client_steps_per_second": round(usage.rate, 1)}
+        speed: dict[str, Any] = {"client_steps": usage.useful, "client_steps_per_second": round(usage.rate, 1)}
         if usage.steps:
             speed |= {"lanes": usage.lanes, "occupancy": usage.occupancy, "bound": usage.bound, "runs": together}
         return speed
@@ -324,8 +324,9 @@ def _training(
     experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, given: dict[str, Any]
 ) -> Training:
     """The training of an experiment; refuse a network or crops that do not fit the data."""
-    names = ("rounds", "epochs", "steps", "batch", "lr", "momentum", "weight_decay", "fraction", "augment", "seed")
-    options = {name: getattr(experiment, name) for name in names}
+    ready = {"model", *given}  # which the experiment only names
+    shared = [entry.name for entry in fields(Training) if hasattr(experiment, entry.name) and entry.name not in ready]
+    options: dict[str, Any] = {name: getattr(experiment, name) for name in shared}
     x = federation.data.x
     try:
         training = Training(model, federation, algorithm, **options, **given)
@@ -400,75 +401,3 @@ def blaming(*methods: str) -> Iterator[None]:
         raise UsageError(
             f"method is {method!r}, which fails: {type(error).__name__}: {reason}{where}{remedy if alone else ''}"
         ) from error
-
-
-# ---------------------------------------------------------------------------------------------- scoring
-
-
-def _scored(training: Training, last: Round, local: bool) -> Scores:
-    """How the model does on the test data; where clients keep parts of it, theirs on what they hold out."""
-    model, federation = training.model, training.federation
-    data = federation.data
-    if not local:
-        with aside(data.y.device):
-            return score(installed(model, last.params), batches(data, test=True), data.classes)
-    own = personal_models(model, federation, training.algorithm, last, own_models())
-    return functools.reduce(operator.add, score_personal(own, federation).scores)
-
-
-@contextlib.contextmanager
-def aside(device: torch.device) -> Iterator[None]:
-    """On a GPU, work on a stream beside that of the training, which goes on meanwhile."""
-    with torch.cuda.stream(_beside(device)) if device.type == "cuda" else contextlib.nullcontext():
-        yield
-
-
-@functools.cache
-def _beside(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
-
-
-# ---------------------------------------------------------------------------------------------- after training
-
-
-def _calibrations(
-    experiment: Experiment, model: Split, federation: Federation, makers: dict[str, Calibrator | Yardstick], out: Path
-) -> Iterator[Record]:
-    """Score the trained model as it is and after each calibration, and keep each calibrated model."""
-    data = federation.data
-
-    def scored(model: Split) -> Record:
-        return scores_of(score(model, batches(data, test=True), data.classes))
-
-    if not makers and federation.tests:  # the last round and the personal models say all
-        return
-    yield {"kind": "calibration", "name": "none", **scored(model), "bytes_per_client": 0, "seconds": 0.0}
-    for spec, maker in makers.items():
-        draw = generator(experiment.seed, "calibrate", spec)
-        began = time.perf_counter()
-        if isinstance(maker, Calibrator):
-            stats = collect_all(model, federation, maker)
-            calibrated = calibrate(model, stats, maker, draw)
-            sent = (stats[0] if isinstance(stats, list) else stats).nbytes
-            in_papers = statistics_in_papers(maker.form, data.classes, model.dimension)
-        else:  # real features: nothing that a client may send
-            everyone = batches(data, torch.cat(federation.clients))
-            calibrated, sent, in_papers = maker(model, everyone, draw), None, None
-        seconds = time.perf_counter() - began
-        file = f"calibrated-{spec.replace(':', '-').replace('=', '')}.safetensors"
-        save_model(out / file, calibrated, experiment, data)
-        yield {"kind": "calibration", "name": spec, **scored(calibrated), "bytes_per_client": sent,
-               "bytes_in_papers": in_papers, "seconds": seconds, "file": file}  # fmt: skip
-
-
-def _personal(training: Training, last: Round, ways: dict[str, Way], local: bool) -> Iterator[Record]:
-    """Make personal models in each way, and score each on what its client holds out."""
-    federation = training.federation
-    absent = len(federation.clients) - len(last.clients) if local else 0
-    for spec, way in ways.items():
-        began = time.perf_counter()
-        models = personal_models(training.model, federation, training.algorithm, last, way, training.seed)
-        result = score_personal(models, federation)
-        yield {"kind": "personal", "name": spec, "mean": result.mean, "deviation": result.deviation,
-               "accuracies": result.by_client, "held_out": [len(rows) for rows in federation.tests],
-               "never_trained": absent, "seconds": time.perf_counter() - began}  # fmt: skip

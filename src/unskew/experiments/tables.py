@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unskew.experiments.experiment import Experiment
+from unskew.experiments.records import CalibrationRecord, Record, StartRecord, of_kind, start_in
 from unskew.files.locks import folder_locked
-from unskew.files.writing import Record
 from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.system.stopping import Stopped, exit_code, heeding
 
@@ -132,7 +132,7 @@ def _on_lanes(out: Path, todo: list[Item], usage: Usage | None) -> Iterator[Resu
             yield Result(row, experiment.seed, [])
             continue
         found[which].append(record)
-        if record["kind"] == "end":
+        if record.kind == "end":
             yield Result(row, experiment.seed, found[which])
 
 
@@ -264,12 +264,12 @@ def cells(table: Table, results: list[Result]) -> dict[str, dict[str, Cell]]:
         runs = [result.records for result in results if result.row == row]
         complete = [records for records in runs if records]
         found[row] = {}
-        for name in [record["name"] for record in (complete or [[]])[0] if record["kind"] == "calibration"]:
+        for name in [record.name for record in of_kind((complete or [[]])[0], CalibrationRecord)]:
             values = [
-                100 * record["accuracy"]
+                100 * record.accuracy
                 for records in complete
-                for record in records
-                if record["kind"] == "calibration" and record["name"] == name
+                for record in of_kind(records, CalibrationRecord)
+                if record.name == name
             ]
             if len(values) == len(experiments):
                 found[row][name] = Cell(values)
@@ -281,15 +281,15 @@ def markdown(name: str, table: Table, results: list[Result]) -> str:
     found = cells(table, results)
     columns = list(next((row for row in found.values() if row), {}))
     seeds = len(next(iter(table.rows.values())))
-    start = next((result.records[0] for result in results if result.records), None)
+    start = next((start_in(result.records) for result in results if result.records), None)
     if start is None:
         return f"# {table.title}\n\n`unskew table {name}`: every run diverged.\n"
-    versions = ", ".join(f"{key} {value}" for key, value in start["versions"].items())
+    versions = ", ".join(f"{key} {value}" for key, value in start.versions.items())
     lines = [
         f"# {table.title}",
         "",
         f"`unskew table {name}`: test accuracy in %, mean ± standard deviation over {seeds} seeds, which change the "
-        f"cut, the network and the batches. {start['hardware']}; {versions}{_precision(start)}.",
+        f"cut, the network and the batches. {start.hardware}; {versions}{_precision(start)}.",
         "",
         table.note,
         "",
@@ -302,8 +302,8 @@ def markdown(name: str, table: Table, results: list[Result]) -> str:
     return "\n".join(lines + (_unhelpful(found, columns, table.reference) if compared else [])) + "\n"
 
 
-def _precision(start: Record) -> str:
-    precision = start.get("experiment", {}).get("precision", "float32")
+def _precision(start: StartRecord) -> str:
+    precision = start.experiment.precision
     return "" if precision == "float32" else f"; trained in {precision}"
 
 

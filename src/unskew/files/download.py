@@ -3,26 +3,22 @@
 `fetch` collects a file in `<name>.part`, goes on where an earlier try stopped, compares length and published
 checksum, and only then gives the file its name, so that whatever bears that name is complete. It uses the
 standard library alone: what a dependency would add (retries, sessions) is not needed for a few archives.
-Order of the parts: the checksum of a file, the transfer, the two together.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from unskew.errors import DataError, lookup
 from unskew.files import limits
+from unskew.files.checksums import HASHES, checksum_of
 from unskew.files.locks import file_locked
-from unskew.files.untrusted import open_regular
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int | None], None]  # (bytes so far, bytes in all or None when the server doesn't say)
@@ -30,20 +26,10 @@ Progress = Callable[[int, int | None], None]  # (bytes so far, bytes in all or N
 CHUNK = 1 << 18
 TIMEOUT = 30.0  # seconds without a byte
 
-# MD5 is what publishers print. It is used against damage, not malice, hence also where a policy forbids it.
-_HASHES: dict[str, Callable[[], Any]] = {
-    "md5": partial(hashlib.md5, usedforsecurity=False),
-    "sha256": hashlib.sha256,
-}
 
-
-def checksum_of(path: Path, algorithm: str = "sha256") -> str:
-    """Return a file's checksum, written as `fetch` takes it: `md5:...` or `sha256:...`."""
-    state = lookup("checksum", algorithm, _HASHES)()
-    with open_regular(path) as file:
-        while chunk := file.read(CHUNK):
-            state.update(chunk)
-    return f"{algorithm}:{state.hexdigest()}"
+def _checksum(path: Path, algorithm: str) -> str:
+    """A file's checksum, written as `fetch` takes it: `md5:...` or `sha256:...`."""
+    return f"{algorithm}:{checksum_of(path, algorithm)}"
 
 
 def _open(url: str, start: int) -> HTTPResponse | None:
@@ -109,12 +95,12 @@ def fetch(url: str, path: Path, checksum: str | None = None, progress: Progress 
     path = Path(path)
     algorithm = checksum.partition(":")[0] if checksum else None
     if algorithm is not None:
-        lookup("checksum", algorithm, _HASHES)
+        lookup("checksum", algorithm, HASHES)
     part, there = path.with_name(path.name + ".part"), path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with file_locked(path, lambda holder: log.warning("waiting for %s, which is downloading %s", holder, path)):
-            if path.exists() and not there and (algorithm is None or checksum_of(path, algorithm) == checksum):
+            if path.exists() and not there and (algorithm is None or _checksum(path, algorithm) == checksum):
                 return path  # another process has brought it meanwhile
             _receive(url, part, progress)
             _check(url, part, path, checksum)
@@ -133,7 +119,7 @@ def _check(url: str, part: Path, path: Path, checksum: str | None) -> None:
     """Refuse, and delete, what is not as published."""
     if checksum is None:
         log.warning("downloaded %s without a published checksum: unverified", path)
-    elif (found := checksum_of(part, checksum.partition(":")[0])) != checksum:
+    elif (found := _checksum(part, checksum.partition(":")[0])) != checksum:
         part.unlink()
         raise DataError(
             f"{path}: downloaded from {url}, expected {checksum}, got {found}; the download was deleted. "

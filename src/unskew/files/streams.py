@@ -10,7 +10,6 @@ Files can be read by any safetensors library.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from unskew.errors import DataError
 from unskew.files import limits
+from unskew.files.checksums import TensorHash, bytes_of
 from unskew.files.headers import TYPES, Kind, read_header, unreadable
 from unskew.files.signing import LENGTH
 from unskew.files.untrusted import Source, open_regular, reading
@@ -60,10 +60,6 @@ def _header(kinds: Mapping[str, Kind], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _title(name: str, kind: Kind) -> bytes:
-    return f"{name} {kind.dtype} {tuple(kind.shape)}\n".encode()
-
-
 def write(
     into: Path | BinaryIO,
     kinds: Mapping[str, Kind],
@@ -81,13 +77,13 @@ def write(
     if isinstance(into, Path):
         with replacing(into) as temporary, temporary.open("wb") as file:
             return write(file, kinds, pieces, metadata, sign)
-    digest = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    digest = TensorHash(metadata)
     into.write(_header(kinds, blank))
     for name in layout(kinds):
-        digest.update(_title(name, kinds[name]))
+        digest.begin(name, kinds[name].dtype, kinds[name].shape)
         begin = into.tell()
         for piece in pieces(name):
-            raw = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            raw = bytes_of(piece)
             digest.update(raw)
             into.write(raw)
         assert into.tell() - begin == kinds[name].nbytes, name
@@ -118,9 +114,9 @@ class Reader:
 
     def read(self) -> Iterator[tuple[str, int, Tensor]]:
         """Every tensor in pieces: its name, the piece's first row, and some rows of it; the digest is compared last."""
-        digest = hashlib.sha256(json.dumps(self.metadata, sort_keys=True).encode())
+        digest = TensorHash(self.metadata)
         for name, kind in self.kinds.items():
-            digest.update(_title(name, kind))
+            digest.begin(name, kind.dtype, kind.shape)
             rows = kind.shape[0] if kind.shape else 1
             width = kind.nbytes // rows if rows else 0
             limits.check("memory", width, self.path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import DataError
+from unskew.files.checksums import TensorHash, bytes_of
 from unskew.files.untrusted import Content, Source, open_regular, parse_json, read_bytes, reading
 
 if TYPE_CHECKING:
@@ -131,12 +132,10 @@ def load_sealed(path: Source) -> tuple[Tree, dict[str, str]]:
 
 def seal(tree: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """SHA-256 over the metadata and the tensors' names, types, shapes and bytes."""
-    import torch
-
-    hashed = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    hashed = TensorHash(metadata)
     for name, value in sorted(tree.items()):
-        hashed.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        hashed.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        hashed.begin(name, value.dtype, value.shape)
+        hashed.update(bytes_of(value))
     return hashed.hexdigest()
 
 
@@ -145,13 +144,12 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def appended(path: Path, record: Record) -> Record:
-    """Add a record to a history, and return it."""
+def append(path: Path, record: Record) -> None:
+    """Add a record to a history."""
     with _naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
         file.flush()
         os.fsync(file.fileno())  # a checkpoint must not reach the disk before the record of its round
-    return record
 
 
 def rewrite(path: Path, records: list[Record]) -> None:

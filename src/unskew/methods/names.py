@@ -42,7 +42,7 @@ from unskew.methods.algorithms import (
 )  # fmt: skip
 from unskew.models.networks import Split
 from unskew.models.variants import clsnorm, directions, fixed_classifier, projection, spherical, unit_features
-from unskew.specs import called, converted, defaults_of, is_own, own, parse
+from unskew.specs import call_user_code, converted, defaults_of, is_own, load_function, parse
 
 
 class Method(NamedTuple):
@@ -149,7 +149,7 @@ def method(spec: str) -> Method:
     for _, name, piece, options in sorted(chosen, key=_place):
         if piece.algorithm:
             around = {"base": algorithm} if _modifies(piece) else {}
-            algorithm = called("method", name, piece.algorithm, **_for(piece.algorithm, options), **around)
+            algorithm = call_user_code("method", name, piece.algorithm, **_for(piece.algorithm, options), **around)
             if not isinstance(algorithm, Algorithm):
                 raise UsageError(f"method is {name!r}: it returned {type(algorithm).__name__}, not an Algorithm")
         if piece.variant:
@@ -200,7 +200,7 @@ def _chosen(spec: str) -> _Chosen:
     if name.endswith(".py"):
         raise UsageError(f"method is {spec!r}: name the function in that file too, as in {name}:function")
     if ":" in name:
-        piece = Piece(name, name, algorithm=own("method", name))
+        piece = Piece(name, name, algorithm=load_function("method", name))
         needed = [
             key
             for key, value in inspect.signature(piece.algorithm or fedavg).parameters.items()

@@ -28,7 +28,7 @@ from unskew.files.untrusted import read_json
 from unskew.models.networks import check_made, check_memory, networks
 from unskew.models.placeholders import in_place_of
 from unskew.models.weights import few, is_script, quiet_transformers
-from unskew.specs import called, converted, defaults_of, is_own, own, parse
+from unskew.specs import call_user_code, converted, defaults_of, is_own, load_function, parse
 
 kinds = {
     "net.py:build": "a function or a class in your own file that gives an nn.Module",
@@ -38,6 +38,7 @@ kinds = {
     "transformers:bert": "a model type of transformers, or a folder of its save_pretrained",
     "model.pt2": "a program of torch.export",
     "cnn:channels=3:size=32": f"a network of Unskew's: {', '.join(networks)}",
+    "runs/demo": "the folder of a run, or a file of weights that Unskew has written",
 }
 
 
@@ -61,7 +62,7 @@ def load_module(spec: str, classes: int | None = None, trust: bool = False, back
     if spec.endswith(".pt2"):
         return _program(spec, trust)
     if source in libraries:
-        return called("model", spec, libraries[source], rest, classes)
+        return call_user_code("model", spec, libraries[source], rest, classes)
     if source not in networks and not is_own(spec):
         _check_file(spec)
         near = difflib.get_close_matches(source, [*networks, *libraries], n=1, cutoff=0.5)
@@ -71,18 +72,32 @@ def load_module(spec: str, classes: int | None = None, trust: bool = False, back
     if source in networks and classes is None:
         raise UsageError(f"model is {spec!r}, a network of Unskew's, and classes is not given: say how many it has")
     name, options = parse(spec)
-    function = networks[name] if name in networks else own("model", name)
-    defaults = {key: value for key, value in defaults_of(function).items() if key != "classes"}
+    function = networks[name] if name in networks else load_function("model", name)
+    needed = {key: 0 for key in ("channels", "size") if key in inspect.signature(function).parameters}
+    defaults = {key: value for key, value in {**needed, **defaults_of(function)}.items() if key != "classes"}
     given: dict[str, Any] = converted(spec, options, defaults)
     if classes is not None and "classes" in inspect.signature(function).parameters:
         given["classes"] = classes
     if name in networks:
         check_memory(lambda: function(**given), f"model {spec!r}", backed)
-    module = called("model", spec, function, **given)
+    module = call_user_code("model", spec, function, **given)
     if not isinstance(module, nn.Module):
         raise UsageError(f"model is {spec!r}: it returned {type(module).__name__}, not an nn.Module")
     check_made(module)
     return module
+
+
+def sized(spec: str, channels: int, size: int) -> str:
+    """A spec with the channels and the size of images among its options, where its function takes what it lacks.
+
+    >>> sized("small-cnn:size=8", channels=1, size=28)
+    'small-cnn:size=8:channels=1'
+    """
+    name, options = parse(spec)
+    function = networks[name] if name in networks else load_function("model", name)
+    given = {"channels": channels, "size": size}
+    taken = [key for key in given if key in inspect.signature(function).parameters and key not in options]
+    return ":".join([spec, *(f"{key}={given[key]}" for key in taken)])
 
 
 def brings_weights(spec: str) -> bool:

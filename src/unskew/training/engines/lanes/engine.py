@@ -95,6 +95,8 @@ class Lanes:
         the rounds that were under way begin again (not with several processes).
         """
         runs, usage = trainings, self.usage or Usage()
+        if not runs:
+            return
         check_shareable(runs)
         device = runs[0].federation.data.y.device
         if device.type == "cuda" and device.index != torch.cuda.current_device():

@@ -1,0 +1,363 @@
+"""The command line of experiments: `unskew run`, `demo`, `table`, and `unskew calibrate` of a finished run.
+
+Options of `run` are made from the fields of `Experiment`, so that they, TOML files and records on disk can't differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich import table as drawn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
+from rich.text import Text
+
+from unskew.cli.console import display, printable, put_json, report, show, speed, summary, tell, text_column
+from unskew.cli.failures import failed, told
+from unskew.cli.shared import PATH, check_free, note, probe_folder
+from unskew.errors import UsageError, lookup
+from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
+from unskew.experiments.records import (
+    CalibrationRecord,
+    PersonalRecord,
+    Record,
+    RoundRecord,
+    StartRecord,
+    of_kind,
+    to_json,
+)
+from unskew.files import locks
+from unskew.specs import without_folders
+from unskew.system.stopping import exit_code
+from unskew.training.engines.lanes.timetable import Usage
+
+DEMO = Experiment(
+    norm="none", rounds=10, epochs=5, batch=32, calibrate="ccvr,ffc,oracle"
+)  # small enough for a minute, skewed enough to suffer
+
+
+# ---------------------------------------------------------------------------------------------- run
+
+
+def options_of(names: list[str]) -> Callable[[click.Command], click.Command]:
+    """Give a command an option for each of these fields of `Experiment`."""
+    kinds, described = types_of_fields(), {item.name: item for item in fields(Experiment)}
+
+    def extended(command: click.Command) -> click.Command:
+        for name in names:
+            kind, optional = kinds[name]
+            flag = name.replace("_", "-")
+            flags = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+            default, about = described[name].default, described[name].metadata["help"]
+            shown = "none" if optional else True
+            command.params.append(click.Option([flags], type=kind, default=default, show_default=shown, help=about))
+        return command
+
+    return extended
+
+
+def given_in(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given on the command line, not those left at their defaults."""
+    source = click.core.ParameterSource.DEFAULT
+    return {name: value for name, value in options.items() if context.get_parameter_source(name) is not source}
+
+
+@options_of([item.name for item in fields(Experiment)])
+@click.command()
+@click.argument("config", required=False, type=PATH)
+@click.option("--out", type=PATH, show_default="runs/DATA-METHOD-DIGEST", help="folder of the run")
+@click.option("--resume", is_flag=True, help="go on with a run that stopped; --out alone is enough")
+@click.option("--trust", is_flag=True, help="run the code that CONFIG, or the folder of a run that goes on, names")
+@click.option("--json", "as_json", is_flag=True, help="print the records as json lines, nothing else")
+@click.pass_context
+def run(
+    context: click.Context, /, config: Path | None, out: Path | None, resume: bool, trust: bool, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Train a federation, calibrate its model, keep all in a folder.
+
+    CONFIG is a TOML file of these options; those that are given here win over it.
+    """
+    from unskew.experiments.folder import holds_run, stored
+
+    typed = given_in(context, options)
+    given = _absolute({**(read_toml(config) if config else {}), **typed})
+    if resume and out and holds_run(out):
+        experiment = replace(stored(out), **given)
+        experiment.check_trusted(out / "experiment.json" if not config else f"{out} or {config}", trust, typed)
+    elif resume and not given:
+        where = f"{out} holds no run that could go on" if out else "--resume needs the run's folder"
+        raise UsageError(f"{where}: give --out of a run, or its options; or leave out --resume")
+    else:
+        experiment = Experiment(**given)
+        experiment.check_trusted(config, trust, typed)
+    out = out or Path("runs") / _name(experiment)
+    probe_folder(out)
+    with _processes() as rank:
+        if rank > 0:
+            from unskew.experiments.runner import run as follow
+
+            list(follow(experiment, out))
+            return
+        records = _followed(experiment, out, resume, as_json)
+    if not as_json:
+        report(records, out)
+
+
+def _started() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextlib.contextmanager
+def _processes() -> Iterator[int]:
+    """Join the processes that torchrun has started, one for each GPU; gives this one's rank."""
+    if _started() == 1:
+        yield 0
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield torch.distributed.get_rank()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _absolute(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with the paths of files and folders in full: a run may go on from another folder."""
+
+    def full(spec: str) -> str:
+        path, dot, function = spec.partition(".py:")
+        return f"{Path(f'{path}.py').resolve()}:{function}" if dot and Path(f"{path}.py").exists() else spec
+
+    if ".py:" in given.get("model", ""):
+        given["model"] = full(given["model"])
+    if ".py:" in given.get("method", ""):
+        from unskew.methods.names import parts_of
+
+        given["method"] = "+".join(map(full, parts_of(given["method"])))
+    if given.get("start", "none") != "none":
+        from unskew.experiments.resolve import pinned
+
+        given["start"] = pinned(given["start"])
+    if "data" in given and Path(given["data"]).exists():
+        from unskew.data.datasets import KNOWN
+
+        given["data"] = given["data"] if given["data"] in KNOWN else str(Path(given["data"]).resolve())
+    return given
+
+
+def _name(experiment: Experiment) -> str:
+    """A folder's name for an experiment, of its own."""
+    method = "central" if experiment.central else re.sub(r"[^\w+.=-]", "-", without_folders(experiment.method))
+    return f"{Path(experiment.data).stem}-{method}-{experiment.digest[:8]}"
+
+
+def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) -> list[Record]:
+    """Run an experiment, showing how it goes, and plot it; if it is stopped or can't write, say how to go on."""
+    from unskew.cli.console import download_bar
+    from unskew.cli.plots import run_plots
+    from unskew.experiments.folder import holds_run
+    from unskew.experiments.runner import run
+
+    records: list[Record] = []
+    try:
+        with download_bar(f"downloading {experiment.data}") as progress:
+            usage = Usage()
+            running = run(experiment, out, resume, progress, usage)
+            records.extend(map(_printed, running) if as_json else _watched(running, experiment.rounds, usage))
+        run_plots(records, out)
+    except (KeyboardInterrupt, OSError) as error:
+        if isinstance(error, BrokenPipeError) or not holds_run(out):
+            raise
+        done = max((record.round for record in of_kind(records, RoundRecord)), default=0)
+        reason = "" if isinstance(error, KeyboardInterrupt) else f"{told(error)}; "
+        trust = " --trust" if experiment.code else ""
+        remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}{trust}"
+        code = exit_code(error) if isinstance(error, KeyboardInterrupt) else 1
+        raise click.exceptions.Exit(
+            failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}", code)
+        ) from None
+    return records
+
+
+def _printed(record: Record) -> Record:
+    put_json(to_json(record))
+    return record
+
+
+class _Speed(ProgressColumn):
+    """Useful client-steps a second, and how busy the lanes are, as they are now."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__(table_column=drawn.Column(no_wrap=True))
+        self.usage = usage
+
+    def render(self, task: Task) -> Text:
+        """What the column shows."""
+        return Text(speed(self.usage) if self.usage.useful else "")
+
+
+def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[Record]:
+    """Pass the records on, with a bar that moves each round."""
+    text = text_column("{task.description}"), text_column("{task.fields[now]}")
+    columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage), text[1])
+    with contextlib.ExitStack() as shown:
+        for record in records:
+            if isinstance(record, StartRecord):  # not earlier: a refusal stands alone
+                if record.picked is not None:
+                    tell("engine: {engine} ({reason})".format(**record.picked))
+                progress = shown.enter_context(display(*columns))
+                task = progress.add_task("training", total=rounds, now="")
+            elif isinstance(record, RoundRecord):
+                accuracy = "" if record.accuracy is None else f", accuracy {100 * record.accuracy:.1f} %"
+                now, doing = (
+                    f"loss {record.loss:.3f}{accuracy}",
+                    "training" if record.round < rounds else "calibrating",
+                )
+                progress.update(task, completed=record.round, now=now, description=doing)
+                if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
+                    tell(f"round {record.round} of {rounds}: {now}, {speed(usage)}")
+            elif isinstance(record, CalibrationRecord | PersonalRecord):
+                done = "calibrated" if isinstance(record, CalibrationRecord) else "personal models"
+                progress.update(task, description=printable(f"{done}: {record.name}"))
+            yield record
+
+
+# ---------------------------------------------------------------------------------------------- demo
+
+
+@click.command()
+@click.option("--seed", default=0, show_default=True, help="seed of the training and of the cut")
+@click.option("--seeds", default=1, type=click.IntRange(1), show_default=True,
+              help="run this many seeds, each in OUT-seed-N, and print mean and spread")  # fmt: skip
+@click.option("--out", default="runs/demo", type=PATH, show_default=True,
+              help="folder of the demo; an earlier demo there is replaced")  # fmt: skip
+def demo(seed: int, seeds: int, out: Path) -> None:
+    """Train on digits, cut unevenly, and calibrate: in a minute.
+
+    The digits are part of scikit-learn; 10 clients hold them, each mostly a few classes.
+    """
+    every = []
+    for number in range(seed, seed + seeds):
+        folder = out if seeds == 1 else out.with_name(f"{out.name}-seed-{number}")
+        probe_folder(folder)
+        _remove_demo(folder)
+        records = _followed(replace(DEMO, seed=number, cut_seed=number), folder, False, False)
+        every.append(of_kind(records, CalibrationRecord))
+        report(records, folder)
+    if seeds > 1:
+        summary(every)
+
+
+def _remove_demo(folder: Path) -> None:
+    """Remove an earlier demo, and nothing else."""
+    from unskew.experiments.folder import holds_run, stored, taken
+
+    if not holds_run(folder):
+        return
+    with taken(folder):
+        held = asdict(stored(folder))
+        free = {
+            "seed",
+            "cut_seed",
+            "device",
+            "engine",
+            "threads",
+            "model",
+            "lanes",
+            "lane_layout",
+        }  # differ between demos
+        written = re.compile(
+            r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
+            r"|(labels|history|per_class|personal)\.png|\..*\.tmp|\.lock"
+        )
+        strange = [path.name for path in folder.iterdir() if not written.fullmatch(path.name)]
+        if strange or any(held[name] != value for name, value in asdict(DEMO).items() if name not in free):
+            what = f"{', '.join(strange)}, which no demo wrote" if strange else "a run that is no demo"
+            raise UsageError(f"{folder} holds {what}: choose another --out")
+        for path in folder.iterdir():
+            if path.name != locks.NAME:
+                path.unlink()
+
+
+# ---------------------------------------------------------------------------------------------- calibrate
+
+
+def calibrate_run(context: click.Context, out: Path, options: dict[str, Any]) -> None:
+    """Add calibrations to a finished run, as `unskew calibrate RUN` does; options about sites' files are refused."""
+    from unskew.cli.plots import run_plots
+    from unskew.experiments.recalibrate import add_calibrations
+
+    given = given_in(context, options).keys() - {"calibrator", "trust"}
+    stray = [param.opts[0] for param in context.command.params if param.name in given]
+    if stray:
+        raise UsageError(f"{out} is a run, which knows its data and its model: leave out {', '.join(stray)}")
+    records, made = add_calibrations(out, options["calibrator"], options["trust"])
+    if made:
+        (out / "per_class.png").unlink(missing_ok=True)
+    else:
+        note(f"{out} has that calibration already: nothing is made again")
+    run_plots(records, out)
+    report(records, out)
+
+
+# ---------------------------------------------------------------------------------------------- table
+
+
+@click.command("table")
+@click.argument("name")
+@click.option("--out", default="runs/tables", type=PATH, show_default=True, help="folder for the runs")
+@click.option("--write", type=PATH, show_default="results/NAME.md", help="the file to write")
+@click.option("--jobs", type=click.IntRange(1), show_default="the CPU's cores", help="runs at a time, but of lanes")
+@click.option("--engine", help="of all runs; lanes: those that can share lanes are trained together")
+@click.option("--precision", help="of all runs, on lanes and a GPU")
+@click.option("--device", help="of all runs")
+def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **options: str | None) -> None:
+    """Run all of a table, print it and write it as markdown.
+
+    NAME is one of `unskew list tables`. Runs that are finished are kept: a table that was stopped goes on.
+    """
+    from unskew.experiments.tables import filled, markdown, tables
+    from unskew.files.writing import write_text
+
+    table = lookup("table", name, tables)()
+    if _started() > 1:
+        raise UsageError("a table is run by one process: leave out torchrun")
+    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}
+    table = table._replace(rows=rows)
+    write = write or Path("results") / f"{name}.md"
+    check_free([write], True, [out])
+    probe_folder(out)
+    total = sum(map(len, table.rows.values()))
+    results = []
+    usage = Usage()
+    named = text_column("{task.description}")
+    with display(named, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage)) as progress:
+        task = progress.add_task(name, total=total)
+        try:
+            for result in filled(table, out, jobs or os.cpu_count() or 1, usage):
+                results.append(result)
+                progress.advance(task)
+                if not progress.console.is_terminal:
+                    done = f"{result.row}, seed {result.seed}"
+                    tell(f"run {len(results)} of {total}: {done}")
+        except KeyboardInterrupt as stopped:
+            told_how = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
+            raise click.exceptions.Exit(failed(told_how, exit_code(stopped))) from None
+    page = markdown(name, table, results)
+    for line in page.splitlines():
+        show(line, whole=True)
+    write_text(write, page)
+    show(f"Written to {write}; the runs are in {out}")
