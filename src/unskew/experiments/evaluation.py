@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from unskew.calibration.heads import Calibrator, calibrate
+from unskew.calibration.calibrator import Calibrator
+from unskew.calibration.selection import calibrate
 from unskew.conversation.model_file import Opened, save_model
 from unskew.data.datasets import Dataset
 from unskew.data.partition import Federation
