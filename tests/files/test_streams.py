@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.forged import entry, tensors
 from unskew.errors import DataError
 from unskew.files import streams
+from unskew.files.headers import header_of
 from unskew.files.streams import Kind, Reader, layout, size, write
 
 TENSORS = {
@@ -105,3 +107,20 @@ def test_folders_and_missing_files_are_refused_by_name(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(DataError, match=str(path.name)):
             Reader(path)
+
+
+@pytest.mark.parametrize(
+    ("places", "size"),
+    [([(0, 8), (8, 16)], 17), ([(0, 8), (9, 17)], 17), ([(0, 8), (4, 12)], 12), ([(-8, 0), (0, 8)], 8), ([(0, 8)], 7)],
+    ids=["more behind them", "a gap", "an overlap", "before the file", "too little"],
+)
+def test_tensors_lie_one_behind_the_other_to_the_very_end(tmp_path, places, size):
+    names = {f"t{number}": entry([2], *place) for number, place in enumerate(places)}
+    with pytest.raises(DataError, match=r"x\.safetensors: not a readable safetensors file"):
+        header_of(tensors(tmp_path / "x.safetensors", names, bytes(size)))
+
+
+def test_no_shape_is_negative(tmp_path):
+    header = {"t": entry([-1, -2], 0, 8)}
+    with pytest.raises(DataError, match="more than the file has bytes"):
+        header_of(tensors(tmp_path / "x.safetensors", header, bytes(8)))

@@ -13,11 +13,11 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from unskew.errors import UsageError
 from unskew.models.networks import (
     Split,
-    body,
     build,
     cnn,
     convnet,
-    head,
+    in_classifier,
+    in_features,
     linear,
     mobilenetv2,
     networks,
@@ -291,9 +291,9 @@ def test_names_are_of_the_head_or_of_the_body() -> None:
     for name in TABLE:
         keys = list(network(name).state_dict())
         assert all(key.startswith(("features.", "classifier.")) for key in keys)
-        assert [head(key) for key in keys] == [key.startswith("classifier.") for key in keys]
-        assert all(head(key) != body(key) for key in keys)
-        assert any(map(head, keys))
+        assert [in_classifier(key) for key in keys] == [key.startswith("classifier.") for key in keys]
+        assert all(in_classifier(key) != in_features(key) for key in keys)
+        assert any(map(in_classifier, keys))
         assert network(name).layer == "classifier"
 
 

@@ -258,7 +258,7 @@ def test_two_processes_give_the_same_as_one(tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 0
     results = [
         [

@@ -25,7 +25,7 @@ from unskew.training.engines.batched import batched
 from unskew.training.engines.sequential import sequential
 from unskew.training.functional import installed
 from unskew.training.simulate import train
-from unskew.training.training import Diverged
+from unskew.training.training import Diverged, Training
 
 
 @pytest.mark.parametrize("engine", [sequential, batched])
@@ -223,3 +223,9 @@ def test_a_proximal_term_that_leads_past_the_start_is_refused():
                 toy_model(), Federation(toy_data(), tuple(torch.arange(60).split(20))), fedprox(4.0), rounds=1, lr=0.5
             )
         )
+
+
+def test_a_round_s_loss_is_the_mean_over_examples(ragged):
+    training = Training(toy_model(), ragged, fedavg(), rounds=1, batch=8)
+    round = training.start()._replace(cohort=(0, 2), number=1)
+    assert training.judged(round, [1.0, 3.0], True, 0.0).loss == pytest.approx((20 * 1 + 35 * 3) / 55)

@@ -91,3 +91,17 @@ def test_a_ladder_is_halved():
     assert ladder_of(32) == [32, 16, 8, 4, 2]
     assert ladder_of(5, most=2) == [5, 2]
     assert ladder_of(3, by=4) == [3, 1]
+
+
+@given(WORK, st.integers(1, 12))
+@settings(max_examples=50, deadline=None)
+def test_a_step_is_the_smallest_that_holds_all_who_are_busy(work, lanes):
+    ladder = ladder_of(lanes)
+    for step in (one for one in schedule(work, ladder) if isinstance(one, Step)):
+        assert step.size == min(rung for rung in ladder if rung >= step.busy)
+
+
+def test_whoever_the_longest_chain_waits_for_comes_first():
+    """The longest client of a later round holds up its run, however short the others of that round are."""
+    first = next(iter(schedule([[[2], [5]], [[2], [9, 1]]], [1])))
+    assert first.visit.run == 1
