@@ -287,6 +287,19 @@ def test_the_first_reply_counts(number, phase):
 
 
 @PHASE
+def test_a_fault_after_a_reply_changes_nothing(number, phase):
+    result = talk(serve(MODEL, NAMES, TASK), asking(only("b", phase, lambda said: [said, Fault("late")])))
+    assert result.rosters[number].answered == NAMES
+    assert result.rosters[number].doubled == {"b": "something after its reply: late"}
+
+
+def test_those_who_need_not_answer_are_not_enough():
+    roster = Roster("answers", ["a"], excused=["b", "c"])
+    with pytest.raises(DataError, match="a: missing"):
+        roster.check(2)
+
+
+@PHASE
 def test_strangers_are_told_and_not_used(number, phase):
     expected = talk(serve(MODEL, NAMES, TASK), asking())
 
@@ -392,11 +405,10 @@ def test_an_answer_about_the_statistics_of_another_site_is_refused():
 
     def swapped(site, request, said):
         kept.setdefault(site, said)
-        return (
-            [said._replace(statistics=kept["a"].header.digest).sealed()]
-            if isinstance(said, Answer) and site == "b"
-            else [said]
-        )
+        if site != "b" or not isinstance(said, Answer):
+            return [said]
+        none = {name: [0] * CLASSES for name in said.right}  # no more than anybody has
+        return [said._replace(statistics=kept["a"].header.digest, total=[0] * CLASSES, right=none).sealed()]
 
     result = talk(serve(MODEL, NAMES, TASK, require=3), asking(swapped))
     assert result.rosters[1].absent["b"].status == "refused"

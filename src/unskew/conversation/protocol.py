@@ -271,16 +271,14 @@ class _Gathering:
         plan = self._plan(self.task.form or form)
         form = plan.form if self.whole else plan.least
         stats = sent.reduced(form) if isinstance(sent, FeatureStats) else self._checked(site, sent, form)
-        if self.total is not None:
-            self.total.beside(stats.sort, stats.origin)
-        self.parts += [(part, site) for part in stats.parts]
-        stats = replace(stats, parts=())
-        if self.robust:
-            self.each.append((stats.without_held_out if self.whole else None) or stats)
-        elif plan.wanted.apart and not self.whole:
-            self.each.append(stats.reduced("none"))
+        bare = replace(stats, parts=()) if stats.parts else stats
+        self.total = copy.deepcopy(bare) if self.total is None else self.total._joined(bare)
         self.plan = plan
-        self.total = copy.deepcopy(stats) if self.total is None else self.total._joined(stats)
+        self.parts += [(part, site) for part in stats.parts]
+        if self.robust:
+            self.each.append((bare.without_held_out if self.whole else None) or bare)
+        elif plan.wanted.apart and not self.whole:
+            self.each.append(bare.reduced("none"))
 
     def _checked(self, site: str, sent: Statistics, form: str) -> FeatureStats:
         """What a site has sent, refused where it can't be taken; and what is kept of it."""
@@ -329,7 +327,7 @@ class _Gathering:
             self.each = []
         absent = (total.count == 0).nonzero().flatten().tolist()
         names = [str(label) if total.origin.labels is None else total.origin.labels[label] for label in absent]
-        told += [f"no site has examples of {', '.join(names[:10])}: the new head can't know them"] if names else []
+        told += [f"no site has examples of class {', '.join(names)}: the new classifier can't know it"] if names else []
         self.notes = tuple(told)
         return Material(total.to(device), [each.to(device) for each in self.each], prior)
 
@@ -349,8 +347,6 @@ class _Hearing:
             check_signed(site, sent.signed, self.keys)
         own = {digest: owner for digest, owner in self.owners.items() if owner.name == site}
         check_answer(site, sent, self.heads, self.classes, own)
-        if sent.site not in (None, site):
-            raise DataError(f"{site}: signed by {sent.site}: each site gives its own answer")
         self.counts[site] = counts_in(sent, self.heads)
 
 

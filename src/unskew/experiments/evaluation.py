@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unskew.calibration.calibrator import Calibrator
-from unskew.calibration.selection import calibrate
+from unskew.conversation.messages import Request
 from unskew.conversation.model_file import Opened, save_model
+from unskew.conversation.protocol import Replies, serve, talk
+from unskew.conversation.tasks import Task
 from unskew.data.datasets import Dataset
 from unskew.data.partition import Federation
 from unskew.experiments.describe import scores_of
@@ -24,10 +27,14 @@ from unskew.experiments.resolve import Yardstick, origin_of, spec_of
 from unskew.models.evaluate import Scores, batches, score
 from unskew.models.networks import Split
 from unskew.seeds import generator
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FeatureStats
 from unskew.training.costs import statistics_in_papers
 from unskew.training.functional import installed
 from unskew.training.personal import Way, own as own_models, personal_models, score_personal
-from unskew.training.training import Round, Training, collect_all
+from unskew.training.training import Round, Training
+
+log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------------- scoring
 
@@ -70,6 +77,20 @@ class Saver:
         save_model(path, model, Opened(trained, trained, spec=self.spec, method=self.method), self.origin, calibrator)
 
 
+def clients_of(model: Split, federation: Federation) -> Callable[[Request], Replies]:
+    """The clients of a federation as sites of a conversation in this process, by their numbers."""
+    data, dtype = federation.data, next(model.parameters()).dtype
+
+    def ask(task: Request) -> Iterator[tuple[str, FeatureStats]]:
+        assert isinstance(task, Task)
+        assert task.form is not None
+        for number, rows in enumerate(federation.clients):
+            mine = batches(data, rows, dtype=dtype)
+            yield str(number), collect(model, mine, data.classes, task.form, task.transform)
+
+    return ask
+
+
 def calibrations(
     experiment: Experiment,
     model: Split,
@@ -93,9 +114,13 @@ def calibrations(
         draw = generator(experiment.seed, "calibrate", spec)
         began = time.perf_counter()
         if isinstance(maker, Calibrator):
-            stats = collect_all(model, federation, maker)
-            calibrated = calibrate(model, stats, maker, draw)
-            sent = (stats[0] if isinstance(stats, list) else stats).nbytes
+            task = Task(form=maker.form, transform=maker.transform)
+            sites = map(str, range(len(federation.clients)))
+            server = serve(model, sites, task, calibrator=maker, validated=False, seed=draw)
+            result = talk(server, clients_of(model, federation))
+            for text in result.notes:
+                log.warning(text)
+            calibrated, sent = result.model, result.statistics.nbytes
             in_papers = statistics_in_papers(maker.form, data.classes, model.dimension)
         else:  # real features: nothing that a client may send
             everyone = batches(data, torch.cat(federation.clients))
