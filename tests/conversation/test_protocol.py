@@ -446,7 +446,7 @@ def test_only_what_sites_have_signed_under_their_own_name_is_taken(keys):
     own, public = keys
     result = talk(serve(MODEL, NAMES, TASK, keys=public, key=own["server"]), signing(own, server=public))
     assert result.rosters[1].answered == NAMES
-    for who in (lambda site: None, lambda site: "a"):
+    for who in (lambda site: None, lambda site: "a", {"a": "b", "b": "a", "c": "c", "d": "d"}.get):
         with pytest.raises(DataError, match="b: refused"):
             talk(serve(MODEL, NAMES, TASK, keys=public), signing(own, who))
     with pytest.raises(DataError, match="heads: not signed"):
@@ -540,3 +540,19 @@ def test_sites_are_named_once(sites):
 def test_validation_needs_something_to_validate_on():
     with pytest.raises(UsageError, match="hold_out of the task is 0"):
         next(serve(MODEL, NAMES, Task(form="pooled")))
+
+
+@pytest.mark.parametrize(
+    ("form", "validated", "calibrator", "words"),
+    [
+        ("pooled", True, "nonsense", "unknown calibrator"),
+        ("pooled", False, "ccvr", "ccvr needs statistics of form class or diagonal"),
+        ("class", True, "ccvr", "'pooled' of examples that are not held out"),
+        ("none", True, "fedcof", "fedcof needs each site's own"),
+        ("diagonal", True, "ffc", "'none' of examples that are not held out"),
+    ],
+)
+def test_what_can_not_come_to_anything_is_refused_before_sites_are_asked(form, validated, calibrator, words):
+    task = Task(form=form, hold_out=0.25 if validated else 0.0)
+    with pytest.raises(UsageError, match=words):
+        next(serve(MODEL, NAMES, task, calibrator=calibrator, validated=validated))

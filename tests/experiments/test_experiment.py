@@ -95,3 +95,18 @@ def test_calibrators_by_name() -> None:
     assert calibrators_of(Experiment(calibrate="none")) == calibrators_of(Experiment(calibrate="")) == {}
     made = calibrators_of(Experiment(calibrate=" ffc, ffc:ridge=1 ,oracle, ffc,none"))
     assert list(made) == ["ffc", "ffc:ridge=1", "oracle"]
+
+
+def test_the_help_of_an_option_names_all_that_its_registry_has() -> None:
+    """The help must not need torch, so it can't be made from the registries; but it must not lag behind them."""
+    from unskew.data.partition import partitions
+    from unskew.methods.optim import schedules
+    from unskew.training.engines.lanes.step import LAYOUTS, precisions
+    from unskew.training.engines.registry import engines
+    from unskew.training.personal import ways
+
+    registries = {"partition": partitions, "schedule": schedules, "engine": engines, "precision": precisions,
+                  "personal": ways, "lane_layout": LAYOUTS}  # fmt: skip
+    for name, registry in registries.items():
+        about = Experiment.__dataclass_fields__[name].metadata["help"]
+        assert [key for key in registry if key not in about] == [], name

@@ -20,6 +20,7 @@ from helpers.commands import ENVIRONMENT, blobs, child_of, result_of, snapshot, 
 from unskew import Experiment, UnskewError, UsageError, batches, load, load_model, run, score
 from unskew.errors import DataError
 from unskew.experiments.folder import load_round, save_round, stored
+from unskew.experiments.records import history_of, to_json
 from unskew.files.writing import read
 
 LIMIT = 60  # seconds that anything here may take before it counts as hanging
@@ -83,7 +84,8 @@ def test_a_stopped_iterator_goes_on_bit_for_bit(data, tmp_path, changed) -> None
 
 def test_what_is_yielded_is_what_is_written(data, tmp_path) -> None:
     yielded = list(run(experiment_of(data), tmp_path / "run"))
-    assert yielded == read(tmp_path / "run" / "records.jsonl")
+    assert list(map(to_json, yielded)) == read(tmp_path / "run" / "records.jsonl")
+    assert history_of(tmp_path / "run" / "records.jsonl") == yielded
     assert yielded[-1].seconds == pytest.approx(sum(getattr(record, "seconds", 0) for record in yielded[:-1]))
 
 

@@ -75,7 +75,7 @@ def test_a_killed_run_ends_as_an_unbroken_one(data, tmp_path, engine):
 def test_a_killed_table_ends_as_an_unbroken_one_and_its_processes_with_it(data, tmp_path, engine):
     command = table_of(small(data, engine))
     whole, took = timed(command, tmp_path / "whole")
-    broken, kills = killed(command, tmp_path / "broken", moments(0, 0.8 * took, 1))
+    broken, kills = killed(command, tmp_path / "broken", moments(0, 0.8 * took, 3))
     assert broken == whole
     assert kills
 

@@ -75,6 +75,28 @@ def test_a_task_can_name_a_run(here, tmp_path):
     assert answer.code == 0, answer.err
 
 
+OWN = """
+from torch import nn
+
+def net(classes, channels, size, width=8):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * size * size, width), nn.ReLU(), nn.Linear(width, classes))
+"""
+
+
+def test_a_run_of_code_of_ones_own_is_a_model_where_it_is_trusted(here, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    options = tiny("blobs.npz", model=f"{tmp_path / 'own.py'}:net:width=12", calibrate="ffc:transform=unit")
+    assert unskew("run", *options, "--out", tmp_path / "run").code == 0
+    for file, accuracy in accuracies(tmp_path / "run").items():
+        arguments = ("--model", tmp_path / "run" / file, "--data", "blobs.npz", "--json")
+        refused = unskew("evaluate", *arguments)
+        assert (refused.code, "names code that would run here" in refused.err) == (2, True), refused.err
+        answer = unskew("evaluate", *arguments, "--trust")
+        assert json.loads(answer.out)["model"]["accuracy"] == accuracy
+    assert unskew("calibrate", tmp_path / "run", "--calibrator", "lda").code == 2
+    assert unskew("calibrate", tmp_path / "run", "--calibrator", "lda", "--trust").code == 0
+
+
 def test_what_is_no_whole_model_is_refused_with_what_to_do(here, tmp_path):
     running = run(Experiment(data=str(here / "blobs.npz"), rounds=2, engine="sequential"), tmp_path / "half")
     next(running)

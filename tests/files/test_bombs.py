@@ -236,7 +236,8 @@ def test_inputs_of_very_many_sizes_are_none() -> None:
 def test_heads_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path, heads, tree, words) -> None:
     model = Split(nn.Flatten(), nn.Linear(4, 3))
     path = tmp_path / "heads.safetensors"
-    about = {"weights": weights_digest(model), "statistics": "x", "data": "{}", "nonce": "null", "site": "null"}
+    about = {"weights": weights_digest(model), "statistics": "x", "data": "{}", "nonce": "null", "site": "null",
+             "hold_out": "null"}  # fmt: skip
     save_sealed(path, tree, {"heads": json.dumps(heads), **about})
     with limits.changed("unbacked=100MB"), pytest.raises(DataError, match=re.escape(words or "'unbacked'")) as error:
         read_heads(path, model)

@@ -83,8 +83,7 @@ def killed(command: Command, out: Path, moments: Iterable[float]) -> tuple[dict[
     for seconds in moments:
         process = command.start(out, out.with_name(f"{out.name}.errors"))
         process.join(haste * seconds)
-        if process.is_alive():
-            kill(process)
+        if process.is_alive() and kill(process):
             kills += 1
         else:  # done already: it takes less time than it was thought to
             assert process.exitcode == 0, out.with_name(f"{out.name}.errors").read_text()
@@ -94,15 +93,17 @@ def killed(command: Command, out: Path, moments: Iterable[float]) -> tuple[dict[
     return finished(command, out), kills
 
 
-def kill(process: multiprocessing.Process, within: float = 2.0) -> None:
-    """Kill a process; what it has started must end within some seconds."""
+def kill(process: multiprocessing.Process, within: float = 20.0) -> bool:
+    """Kill a process; what it has started must end within some seconds. False: it has just ended by itself."""
     started = list(descendants(process.pid))
-    os.kill(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)
     process.join()
     until = time.monotonic() + within
     while alive := [pid for pid in started if runs(pid)]:
         assert time.monotonic() < until, f"{alive} live on"
         time.sleep(0.01)
+    return process.exitcode == -signal.SIGKILL
 
 
 def descendants(pid: int) -> Iterator[int]:

@@ -59,11 +59,11 @@ def test_an_engine_of_ones_own_by_its_name(ragged, tmp_path, monkeypatch):
             for name in ("backwards", "sequential")]  # fmt: skip
     assert all(torch.equal(value, last[1].params[name]) for name, value in last[0].params.items())
     settings = {"rounds": 1, "epochs": 1, "clients": 3, "calibrate": "none", "threads": 1}
-    kinds = [list(run(Experiment(engine=name, **settings), tmp_path / name))
+    records = [list(run(Experiment(engine=name, **settings), tmp_path / name))
              for name in ("backwards", "sequential")]  # fmt: skip
-    assert [record["kind"] for record in kinds[0]] == ["start", "round", "calibration", "end"]
-    assert kinds[0][1]["accuracy"] == kinds[1][1]["accuracy"]
-    assert kinds[0][-1]["speed"]["client_steps"] == kinds[1][-1]["speed"]["client_steps"] > 0
+    assert [record.kind for record in records[0]] == ["start", "round", "calibration", "end"]
+    assert records[0][1].accuracy == records[1][1].accuracy
+    assert records[0][-1].speed["client_steps"] == records[1][-1].speed["client_steps"] > 0
 
 
 def test_every_engine_serves_several_trainings(engine, ragged):

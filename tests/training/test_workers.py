@@ -375,7 +375,7 @@ def test_a_run_by_workers_is_a_run_by_sequential(tmp_path, changed):
         found[engine] = result_of(tmp_path / engine)
     assert found["workers"]["bits"] == found["sequential"]["bits"]
     start, *records = found["workers"]["records"]
-    assert start.experiment.engine == "workers"
+    assert start["experiment"]["engine"] == "workers"
     assert records == found["sequential"]["records"][1:]
     assert {**start, "experiment": 0, "digest": 0} == {
         **found["sequential"]["records"][0],

@@ -39,7 +39,7 @@ from unskew.conversation.errands import Batches, answer_of, collected, form_with
 from unskew.conversation.heads_file import Heads, heads_bytes
 from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Late, Require, Roster, Sent, Taken, needed
-from unskew.conversation.tasks import Task, check_header, check_nonce
+from unskew.conversation.tasks import Task, check_header
 from unskew.errors import DataError, UnskewError, UsageError, expect
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
@@ -48,7 +48,7 @@ from unskew.statistics.collecting import weights_digest
 from unskew.statistics.doubts import check_plausible, check_sum, dominating
 from unskew.statistics.file import check_new, check_role
 from unskew.statistics.fingerprints import Part
-from unskew.statistics.moments import FeatureStats
+from unskew.statistics.moments import FORMS, FeatureStats
 from unskew.statistics.origin import Origin
 from unskew.statistics.robust import robust_sum
 from unskew.statistics.scrutiny import WARN, Summary
@@ -180,13 +180,17 @@ def serve(
         raise UsageError("hold_out of the task is 0: hold a part out to validate heads on, or give validated=False")
     roster = Roster("statistics", sites)
     needed(require, len(roster.expected))
-    gathering = _Gathering(model, task, accept, keys, lambda forms: plan_for(
-        calibrator, forms, Transform(task.transform).name, model.classifier, robust=robust, prior=prior is not None
-    ), whole=validated, robust=robust)  # fmt: skip
+
+    def plan(form: str) -> Plan:
+        return plan_for(calibrator, [form], Transform(task.transform).name, model.classifier, robust=robust,
+                        prior=prior is not None)  # fmt: skip
+
+    _check_able(plan, task, validated)
+    gathering = _Gathering(model, task, accept, keys, plan, whole=validated, robust=robust)
     replies = yield task
     _hear(roster, replies, gathering.add)
     roster.check(require)
-    material = gathering.material(prior, linear_device(model))
+    material = gathering.material(prior, next(model.classifier.parameters()).device)
     if not validated:
         new = make_head(calibrator, material, model.classifier, seed)
         name = gathering.plan.wanted.name
@@ -211,9 +215,21 @@ def serve(
     return Result(chosen, found.best, material.stats, (roster, second), found, notes)
 
 
-def linear_device(model: Split) -> Any:
-    """Where the model's classifier lies."""
-    return next(model.classifier.parameters()).device
+def _check_able(plan: Callable[[str], Plan], task: Task, validated: bool) -> None:
+    """Refuse a calibrator that can't work on what sites are to send, before they are asked. Of examples that are not
+    held out, which validated heads are made from, less is known than of all.
+    """
+    form = task.form or FORMS[0]
+    if validated:
+        form = "pooled" if form in ("class", "pooled") else "none"
+    wanted, _, useful = plan(form)
+    if validated and wanted.apart:
+        raise UsageError(f"{wanted.name} needs each site's own statistics, not known of examples that are not "
+                         "held out: choose another calibrator, or give validated=False")  # fmt: skip
+    if useful is None:
+        rest = " of examples that are not held out" if validated else ""
+        raise UsageError(f"{wanted.name} needs statistics of form {' or '.join(wanted.forms)}, but there will be those "
+                         f"of form {form!r}{rest}: choose another calibrator, or another task")  # fmt: skip
 
 
 def _hear(roster: Roster, replies: Replies, use: Callable[[str, Taken], None]) -> None:
@@ -233,7 +249,7 @@ class _Gathering:
 
     def __init__(
         self, model: Split, task: Task, accept: Sequence[str], keys: Sites | None,
-        plan: Callable[[list[str]], Plan], whole: bool, robust: bool,
+        plan: Callable[[str], Plan], whole: bool, robust: bool,
     ) -> None:  # fmt: skip
         self.model, self.task, self.accept, self.keys = model, task, accept, keys
         self.weights = weights_digest(model)
@@ -252,7 +268,7 @@ class _Gathering:
         if isinstance(sent, Answer):
             raise DataError(f"{site}: an answer to heads, which nobody has asked for yet")
         form = sent.form if isinstance(sent, FeatureStats) else sent.header.form
-        plan = self._plan([self.task.form or form])
+        plan = self._plan(self.task.form or form)
         form = plan.form if self.whole else plan.least
         stats = sent.reduced(form) if isinstance(sent, FeatureStats) else self._checked(site, sent, form)
         if self.total is not None:
@@ -285,12 +301,11 @@ class _Gathering:
         """Refuse statistics by their header: not of this task, this model, or this site."""
         header, model = sent.header, self.model
         check_role(site, header, False)
-        check_nonce(self.task, TASK, site, header.origin.nonce)
+        check_header(self.task, TASK, site, header)
         if self.keys is not None:
             check_signed(site, header.signed, self.keys)
         if header.site not in (None, site):
             raise DataError(f"{site}: signed by {header.site}, whose statistics these are: each site sends its own")
-        check_header(self.task, TASK, site, header)
         if not header.examples:
             raise DataError(f"{site}: the site has no examples: leave it out")
         if header.origin.weights not in (None, self.weights):

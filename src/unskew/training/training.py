@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from unskew.calibration.heads import Calibrator, calibrate
 from unskew.data.datasets import normalise
 from unskew.data.partition import Federation
-from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, SHARE, UsageError, check_number, expect
+from unskew.errors import COUNT, UsageError, check_number, expect
 from unskew.methods.algorithm import Algorithm, Client, Population
 from unskew.methods.optim import SGD, Schedule, constant
 from unskew.models.evaluate import batches, check_width
@@ -31,6 +31,7 @@ from unskew.training.aggregate import Aggregator, plain_aggregator
 from unskew.training.client import Visited, at_home, enter, make_visit, seen, settle
 from unskew.training.functional import Network, installed, network
 from unskew.training.plan import Plan, make_plan, step_count
+from unskew.training.settings import RULES
 from unskew.tree import Tree, each, pick, stack
 
 
@@ -269,11 +270,7 @@ def cohort_of(clients: int, fraction: float, seed: int, round: int) -> list[int]
 
 def _check(training: Training) -> None:
     """Refuse settings that can't be meant."""
-    allowed = {
-        "rounds": COUNT, "epochs": COUNT, "steps": COUNT, "batch": COUNT, "lr": NOT_NEGATIVE,
-        "weight_decay": NOT_NEGATIVE, "momentum": DECAY, "fraction": SHARE,
-    }  # fmt: skip
-    for name, rule in allowed.items():
+    for name, rule in RULES.items():
         if getattr(training, name) is not None:
             check_number(name, getattr(training, name), rule)
     if not callable(training.schedule):
