@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from unskew.calibration.heads import ccvr, ffc
+from unskew.calibration.ridge import ffc
+from unskew.calibration.virtual import ccvr
 from unskew.models.networks import build, evaluating
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FORMS, FeatureStats

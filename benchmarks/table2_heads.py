@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from unskew import Experiment, load_model
-from unskew.calibration.heads import oracle, plain, with_classifier
+from unskew.calibration.calibrator import plain, with_classifier
+from unskew.calibration.retraining import oracle
 from unskew.calibration.selection import calibrators
 from unskew.experiments.resolve import data_of, federation_of
 from unskew.models.evaluate import batches, score

@@ -14,7 +14,9 @@ from torch import nn
 from helpers.commands import ENVIRONMENT
 from helpers.toys import toy_data, toy_model
 from unskew import Experiment, run
-from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.calibration.ridge import ffc
+from unskew.calibration.selection import calibrate
+from unskew.calibration.virtual import ccvr
 from unskew.errors import UsageError
 from unskew.methods.algorithms import fedavg
 from unskew.methods.optim import cosine

@@ -1,15 +1,13 @@
 """The public names of Unskew, each with its home. `unskew/__init__.py` reads this file; names are written here only."""
 
+from unskew.calibration.calibrator import Calibrator as Calibrator
 from unskew.calibration.discriminants import fedcof as fedcof, gnb as gnb, lda as lda, ncm as ncm
 from unskew.calibration.estimator import CalibratedHead as CalibratedHead
-from unskew.calibration.heads import (
-    Calibrator as Calibrator,
-    calibrate as calibrate,
-    ccvr as ccvr,
-    ffc as ffc,
-    oracle as oracle,
-)
 from unskew.calibration.influence import influences as influences
+from unskew.calibration.retraining import oracle as oracle
+from unskew.calibration.ridge import ffc as ffc
+from unskew.calibration.selection import calibrate as calibrate
+from unskew.calibration.virtual import ccvr as ccvr
 from unskew.conversation.messages import Fault as Fault
 from unskew.conversation.model_file import load_model as load_model
 from unskew.conversation.protocol import (

@@ -11,19 +11,10 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from helpers.features import features, total
 from helpers.toys import toy_data, toy_model
-from unskew.calibration.heads import (
-    HIGHEST,
-    RAISE,
-    SHIFTED,
-    calibrate,
-    ccvr,
-    decays,
-    ffc,
-    oracle,
-    retrain,
-    root,
-    virtual_features,
-)
+from unskew.calibration.retraining import decays, oracle, retrain
+from unskew.calibration.ridge import ffc
+from unskew.calibration.selection import calibrate
+from unskew.calibration.virtual import HIGHEST, RAISE, SHIFTED, ccvr, root, virtual_features
 from unskew.errors import UsageError
 from unskew.methods.optim import SGD
 from unskew.models.evaluate import batches
@@ -348,7 +339,7 @@ def test_ccvr_by_proportion_draws_in_the_proportions_of_the_data(monkeypatch):
     seen = []
     real = virtual_features
     monkeypatch.setattr(
-        "unskew.calibration.heads.virtual_features", lambda s, n, *rest: seen.append(n) or real(s, n, *rest)
+        "unskew.calibration.virtual.virtual_features", lambda s, n, *rest: seen.append(n) or real(s, n, *rest)
     )
     y = torch.repeat_interleave(torch.arange(4), torch.tensor([60, 30, 10, 0]))
     z, _ = features(100)

@@ -11,8 +11,8 @@ from torch import nn
 
 from helpers.features import features
 from helpers.twins import gcv_choose, leave_one_out_choose
-from unskew.calibration.heads import calibrate
 from unskew.calibration.ridge import GRID, equations, solve, squared_error, strength
+from unskew.calibration.selection import calibrate
 from unskew.models.networks import Split
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FeatureStats, added

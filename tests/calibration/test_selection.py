@@ -8,8 +8,18 @@ from torch import nn
 
 from helpers.features import data, old, parts
 from unskew.calibration.discriminants import lda
-from unskew.calibration.heads import calibrate, ccvr, ffc
-from unskew.calibration.selection import BEST, calibrator_of, calibrators, candidates, chosen, deciding, separation
+from unskew.calibration.ridge import ffc
+from unskew.calibration.selection import (
+    BEST,
+    calibrate,
+    calibrator_of,
+    calibrators,
+    candidates,
+    chosen,
+    deciding,
+    separation,
+)
+from unskew.calibration.virtual import ccvr
 from unskew.errors import UsageError
 from unskew.models.networks import Split
 from unskew.statistics.collecting import collect
@@ -99,13 +109,13 @@ def test_from_pooled_moments_a_prior_is_exact_where_classes_share_their_covarian
 
 def test_ccvr_under_a_prior_draws_in_its_proportions(monkeypatch):
     seen = []
-    from unskew.calibration.heads import virtual_features
+    from unskew.calibration.virtual import virtual_features
 
     def watch(stats, numbers, *rest):
         seen.append(numbers)
         return virtual_features(stats, numbers, *rest)
 
-    monkeypatch.setattr("unskew.calibration.heads.virtual_features", watch)
+    monkeypatch.setattr("unskew.calibration.virtual.virtual_features", watch)
     z, y = data()
     ccvr(100, epochs=1)(FeatureStats.of(z, y, 4), old(), torch.Generator(), torch.tensor([0.5, 0.25, 0.25, 0.0]))
     assert seen == [[200, 100, 100, 1]]

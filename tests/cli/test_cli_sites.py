@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from helpers.commands import ENVIRONMENT, unskew
-from unskew.calibration.heads import ffc
+from unskew.calibration.ridge import ffc
 from unskew.cli.shared import FORMS, PRECISIONS
 from unskew.conversation.answers import read_answer
 from unskew.conversation.model_file import open_model

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from unskew.calibration.discriminants import fedcof, lda
-from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.calibration.ridge import ffc
+from unskew.calibration.selection import calibrate
+from unskew.calibration.virtual import ccvr
 from unskew.conversation.answers import Answer
 from unskew.conversation.calibrating import Material, make_head, propose
 from unskew.conversation.heads_file import OLD

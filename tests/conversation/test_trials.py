@@ -12,7 +12,7 @@ from torch import nn
 
 from helpers.commands import unskew
 from helpers.pictures import MEAN, STD, folder_of, pixels, prepared, write_network
-from unskew.calibration.heads import calibrate
+from unskew.calibration.selection import calibrate
 from unskew.conversation.plausibility import Tally
 from unskew.conversation.trials import Counts, Part, Trial, doubtful, form_for, part_of, trial_of
 from unskew.errors import DataError, UsageError

@@ -10,7 +10,7 @@ import torch
 
 from unskew.errors import DataError
 from unskew.files.writing import (
-    appended,
+    append,
     digest,
     load_sealed,
     load_tree,
@@ -123,8 +123,8 @@ def test_what_is_no_file_of_tensors_is_refused_by_name(tmp_path) -> None:
 def test_a_history_grows_and_forgets_what_was_cut_off(tmp_path) -> None:
     path = tmp_path / "records.jsonl"
     first, second = {"kind": "start", "text": "ä\n"}, {"kind": "end", "value": 0.1}
-    assert appended(path, first) is first
-    appended(path, second)
+    append(path, first)
+    append(path, second)
     assert read(path) == [first, second]
     whole = path.read_bytes()
     for length in range(len(whole)):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from helpers.forged import entry, tensors
 from unskew.errors import DataError
-from unskew.files import streams
+from unskew.files import limits, streams
 from unskew.files.headers import header_of
 from unskew.files.streams import Kind, Reader, layout, size, write
 
@@ -124,3 +124,10 @@ def test_no_shape_is_negative(tmp_path):
     header = {"t": entry([-1, -2], 0, 8)}
     with pytest.raises(DataError, match="more than the file has bytes"):
         header_of(tensors(tmp_path / "x.safetensors", header, bytes(8)))
+
+
+def test_a_row_that_memory_cant_hold_is_refused_before_it_is_read(tmp_path):
+    wide = {"t": Kind(torch.float64, (1, 1000))}
+    write(tmp_path / "x", wide, lambda name: iter([torch.zeros(1, 1000, dtype=torch.float64)]), {})
+    with Reader(tmp_path / "x") as file, limits.changed("memory=1kB"), pytest.raises(DataError, match="'memory'"):
+        list(file.read())

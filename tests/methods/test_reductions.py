@@ -12,7 +12,8 @@ from sklearn.linear_model import Ridge
 from helpers.methods import FEW, METHODS, PAPERS, POLICIES, PRODUCT, model_for
 from helpers.rounds import everything, gap
 from helpers.toys import toy_data, toy_model
-from unskew.calibration.heads import calibrate, ffc
+from unskew.calibration.ridge import ffc
+from unskew.calibration.selection import calibrate
 from unskew.data.partition import Federation
 from unskew.methods.algorithm import always
 from unskew.methods.algorithms import (

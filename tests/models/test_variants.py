@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from helpers.toys import toy_data, toy_model
-from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.calibration.ridge import ffc
+from unskew.calibration.selection import calibrate
+from unskew.calibration.virtual import ccvr
 from unskew.data.partition import Federation
 from unskew.errors import UsageError
 from unskew.methods.algorithms import fedavg, on_sphere, proximal, squared_error

@@ -14,7 +14,9 @@ import json, resource, sys
 from pathlib import Path
 import torch
 from torch import nn
-from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.calibration.ridge import ffc
+from unskew.calibration.selection import calibrate
+from unskew.calibration.virtual import ccvr
 from unskew.calibration.discriminants import lda
 from unskew.models.networks import Split
 from unskew.statistics.collecting import collect

@@ -11,7 +11,7 @@ from torch import nn
 from helpers.features import features, total
 from helpers.toys import toy_data, toy_model
 from helpers.twins import class_moments
-from unskew.calibration.heads import calibrate
+from unskew.calibration.selection import calibrate
 from unskew.errors import DataError, UsageError
 from unskew.models.evaluate import batches
 from unskew.models.networks import Split, linear

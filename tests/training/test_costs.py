@@ -5,7 +5,7 @@ import torch
 
 from helpers.methods import METHODS, model_for
 from helpers.toys import toy_model
-from unskew.calibration.heads import ffc
+from unskew.calibration.ridge import ffc
 from unskew.methods.algorithms import fedadam, fedavg, frozen_head, keep_local, on_sphere, scaffold
 from unskew.models.networks import build, in_classifier, in_features
 from unskew.models.variants import spherical

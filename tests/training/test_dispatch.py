@@ -14,7 +14,7 @@ from torch import nn
 from helpers.methods import FEW, METHODS, NORMS, SETTINGS, model_for, sample
 from helpers.rounds import gap
 from helpers.toys import toy_data, toy_model
-from unskew.calibration.heads import ffc
+from unskew.calibration.ridge import ffc
 from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
 from unskew.errors import UsageError

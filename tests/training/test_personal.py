@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from helpers.toys import toy_data, toy_model
-from unskew.calibration.heads import ffc as global_ffc
+from unskew.calibration.ridge import ffc as global_ffc
 from unskew.data.partition import dirichlet, federate, iid
 from unskew.errors import UsageError
 from unskew.methods.algorithms import fedavg, fedbabu, fedrep, lg_fedavg, mse, on_sphere

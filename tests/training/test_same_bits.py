@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.methods import METHODS, NORMS, model_for, sample
 from helpers.rounds import everything, gap
-from unskew.calibration.heads import ffc
+from unskew.calibration.ridge import ffc
 from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
 from unskew.methods.algorithms import fedavg, scaffold

@@ -10,7 +10,9 @@ from torch import nn
 from helpers.methods import METHODS
 from helpers.rounds import gap
 from helpers.toys import toy_data, toy_model
-from unskew.calibration.heads import calibrate, ccvr, ffc
+from unskew.calibration.ridge import ffc
+from unskew.calibration.selection import calibrate
+from unskew.calibration.virtual import ccvr
 from unskew.data.partition import Federation
 from unskew.errors import UsageError
 from unskew.methods.algorithm import Population

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from unskew.calibration.heads import Calibrator, Material, behind
+from unskew.calibration.calibrator import Calibrator, Material, behind
 from unskew.calibration.ridge import solve, strength
 from unskew.errors import UsageError
 from unskew.models.networks import linear_of

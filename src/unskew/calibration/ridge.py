@@ -1,4 +1,4 @@
-"""Ridge regression from moments: its solution, and how strong the ridge should be.
+"""FFC: ridge regression from moments (SphereFed 4.3 and C.1), its solution, and how strong the ridge should be.
 
 The squared error of a linear head against one-hot labels is a quadratic form in the head, and its coefficients are
 moments. So both the head of least error and the error of any head on *other* examples follow from moments alone.
@@ -13,8 +13,12 @@ import logging
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from unskew.calibration.calibrator import Calibrator, Material, behind
+from unskew.errors import UsageError
+from unskew.models.networks import linear_of
+from unskew.models.transforms import Transform
 from unskew.statistics.moments import STILL, FeatureStats
 from unskew.statistics.packing import factor_in_place, pack, unpack
 
@@ -22,6 +26,48 @@ log = logging.getLogger(__name__)
 
 APART = 1e7  # between features' sizes, from which on a solution that mixes their units loses its digits
 GRID = torch.logspace(-8, 2, 41, dtype=torch.float64)  # ridges to choose from, in units of each feature's squares
+
+
+def ffc(ridge: float = 0.0, transform: str = "identity", choose: bool = False) -> Calibrator:
+    r"""The head of least squared error against one-hot labels, in closed form: W = (V + ridge I)^-1 U (Equation 12).
+
+    V = sum of z z' and U = sum of z one_hot(y)' over all clients (Equation 9); `ridge` is lambda and acts on sums, as
+    in Equation 12 (as the minimiser of Equation 11 it would be lambda C |D|: see docs/explanation/papers.md). Exactly
+    when the old head has a bias, an intercept is fitted and not penalised: the equations are then centred at the mean.
+
+    With `choose` the ridge is chosen from the moments: by the error on what the sites hold out, or else by generalised
+    cross-validation (`ridge.strength`). Under a prior each class counts as if it had that share of the examples:
+    exactly so from the "class" form; from the "pooled" one assuming that all classes have the same covariance.
+
+    >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
+    >>> layer = unskew.ffc()(stats, nn.Linear(1, 2), torch.Generator())
+    >>> layer(torch.tensor([[0.7], [4.0]])).argmax(1)
+    tensor([0, 1])
+    """
+    if not ridge >= 0:
+        raise UsageError(f"ridge is {ridge}: it must be 0 or more")
+    if ridge and choose:
+        raise UsageError(f"ridge is {ridge}, but it is to be chosen: leave one of the two out")
+
+    def fit(given: Material) -> nn.Module:
+        old, intercept = given.old, given.old.bias is not None
+        strong = strength(given.stats, intercept) if choose else ridge
+        stats = given.stats if given.prior is None else reweighted(given.stats, given.prior)
+        gram, cross, mean, share = equations(stats, intercept)
+        weight = solve(gram, cross, strong).T
+        bias = (share - weight @ mean).to(old.weight) if intercept else None
+        return behind(linear_of(weight.to(old.weight), bias), transform, given.width)
+
+    name = Transform(transform).name
+    return Calibrator("ffc", ("pooled", "class"), name, fit, name, remedy="give it a ridge, or choose=true")
+
+
+def reweighted(stats: FeatureStats, prior: Tensor) -> FeatureStats:
+    """The pooled moments as they would be if the classes had these shares of the examples: see `ffc`."""
+    count = prior * stats.count.sum()
+    weight = count / stats.count.clamp(min=1)  # (C,) of each example
+    scatter = weight @ stats.scatter if stats.form == "class" else stats.scatter
+    return FeatureStats(count, stats.mean, scatter, "pooled", stats.transform, stats.origin)
 
 
 def solve(gram: Tensor, cross: Tensor, ridge: float | Tensor) -> Tensor:

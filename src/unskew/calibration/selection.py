@@ -8,18 +8,25 @@ heads by what the sites have counted on examples of their own, and keeps the old
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unskew import specs
+from unskew.calibration.calibrator import Calibrator, with_classifier
 from unskew.calibration.discriminants import fedcof, gnb, lda, ncm
-from unskew.calibration.heads import Calibrator, ccvr, ffc
-from unskew.errors import UsageError
-from unskew.statistics.moments import FeatureStats
+from unskew.calibration.ridge import ffc
+from unskew.calibration.virtual import ccvr
+from unskew.errors import UsageError, expect
+from unskew.models.networks import Split, linear
+from unskew.statistics.collecting import weights_digest
+from unskew.statistics.moments import FeatureStats, added
+
+log = logging.getLogger(__name__)
 
 calibrators: dict[str, Callable[..., Calibrator]] = {
     "ccvr": ccvr, "ffc": ffc, "lda": lda, "gnb": gnb, "ncm": ncm, "fedcof": fedcof,
@@ -170,3 +177,43 @@ class _Lead(NamedTuple):
         share = (total if prior is None else prior * (total > 0)).double()
         share = share / share.sum()
         return float(share @ self.mean) / math.sqrt(float(share**2 @ self.variance))
+
+
+def calibrate(
+    model: Split,
+    stats: FeatureStats | Sequence[FeatureStats],
+    calibrator: Calibrator | str = "auto",
+    generator: torch.Generator | None = None,
+    prior: Tensor | None = None,
+) -> Split:
+    """A copy of the model, in the same mode, with the classifier that `calibrator` makes.
+
+    `stats` are all clients' statistics, as a list or added up. Those that were collected with other weights than this
+    model's are refused. A calibrator can be written as text, "ffc:ridge=0.1"; "auto" is what did best by measurement
+    with statistics of this form. `prior` is the mix of classes expected in use, one number for each class.
+
+    >>> from unskew import FeatureStats
+    >>> model = Split(torch.nn.Flatten(), torch.nn.Linear(1, 2))
+    >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
+    >>> unskew.calibrate(model, stats, "ffc").classifier(torch.tensor([[0.7], [4.0]])).argmax(1)
+    tensor([0, 1])
+    """
+    expect("model", model, Split, "cut it first: split(module, example)")
+    sites = () if isinstance(stats, FeatureStats) else tuple(stats)
+    if len({id(site) for site in sites}) < len(sites):
+        raise UsageError("stats holds the same client's statistics twice: give those of each client once")
+    total = stats if isinstance(stats, FeatureStats) else added(sites)
+    if isinstance(calibrator, str):
+        from unskew.calibration.selection import calibrator_of
+
+        calibrator = calibrator_of(calibrator, total.form, total.transform, linear(model.classifier).bias is not None)
+    expect("calibrator", calibrator, Calibrator, "call its factory: ffc()")
+    absent = (total.count == 0).nonzero().flatten().tolist()
+    if absent:
+        log.warning("no client has examples of classes %s: the new classifier can't know them", absent)
+    if total.origin.weights not in (None, weights_digest(model)):
+        raise UsageError("the statistics were collected with other weights than this model's: collect them again")
+    generator = generator if generator is not None else torch.Generator().manual_seed(0)
+    device = linear(model.classifier).weight.device
+    apart = [site.to(device) for site in sites] if calibrator.apart else ()
+    return with_classifier(model, calibrator(total.to(device), model.classifier, generator, prior, apart))

@@ -272,7 +272,7 @@ def _propose(path: Path, wish: Wish, opened: Opened, material: Material, asked: 
 
 def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Material) -> None:
     """Write the model with its new head, or with the best of those that the sites have scored."""
-    from unskew.calibration.heads import with_classifier
+    from unskew.calibration.calibrator import with_classifier
     from unskew.calibration.selection import calibrator_of
     from unskew.conversation.calibrating import make_head
     from unskew.conversation.heads_file import OLD

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from unskew.calibration.heads import Calibrator
+from unskew.calibration.calibrator import Calibrator
 from unskew.calibration.selection import calibrator_of, candidates, chosen, deciding
 from unskew.conversation.answers import Counts, added
 from unskew.errors import UsageError

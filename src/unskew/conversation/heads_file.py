@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unskew.calibration.heads import behind, plain
+from unskew.calibration.calibrator import behind, plain
 from unskew.conversation.agreement import Known
 from unskew.conversation.model_file import known_from_json, origin_to_json
 from unskew.errors import DataError

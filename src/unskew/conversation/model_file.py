@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unskew.calibration.heads import behind, plain
+from unskew.calibration.calibrator import behind, plain
 from unskew.conversation.agreement import Known
 from unskew.data.preparation import PIXELS, Preparation, as_module
 from unskew.errors import DataError, UsageError

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from unskew.calibration.heads import Calibrator, with_classifier
+from unskew.calibration.calibrator import Calibrator, with_classifier
 from unskew.conversation.agreement import Known, check_known, images_of
 from unskew.conversation.answers import Answer, Counts, Owner, check_answer, counts_in
 from unskew.conversation.calibrating import (

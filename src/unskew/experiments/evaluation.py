@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from unskew.calibration.heads import Calibrator
+from unskew.calibration.calibrator import Calibrator
 from unskew.conversation.messages import Request
 from unskew.conversation.model_file import Opened, save_model
 from unskew.conversation.protocol import Replies, serve, talk

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from unskew import specs
-from unskew.calibration.heads import Calibrator, check_training, oracle
+from unskew.calibration.calibrator import Calibrator
+from unskew.calibration.retraining import check_training, oracle
 from unskew.calibration.selection import calibrators
 from unskew.conversation.agreement import Known, check_labels, difference
 from unskew.conversation.model_file import About, about_of, file_of_run

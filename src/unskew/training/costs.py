@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from unskew.calibration.heads import Calibrator
+from unskew.calibration.calibrator import Calibrator
 from unskew.errors import lookup
 from unskew.methods.algorithm import Algorithm, Context, Population, always
 from unskew.methods.optim import SGD

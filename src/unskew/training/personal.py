@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from unskew.calibration import heads
+from unskew.calibration import ridge as least_squares
+from unskew.calibration.calibrator import plain, with_classifier
+from unskew.calibration.retraining import retrain
 from unskew.data.partition import Federation
 from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, UsageError, check_number
 from unskew.methods.algorithm import Algorithm, never
@@ -81,9 +83,9 @@ def head(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0
             slopes: Tensor = grad(site.algorithm.criterion)(logits.T, targets.argmax(0))  # of the mean
             return slopes.T * len(slopes)
 
-        old, sgd, draw = heads.plain(model.classifier), SGD(lr, momentum), generator(site.seed, "personal", site.id)
-        tuned = heads.retrain(old, torch.cat(features), torch.cat(labels), epochs, batch, sgd, draw, slope)
-        return heads.with_classifier(model, tuned)
+        old, sgd, draw = plain(model.classifier), SGD(lr, momentum), generator(site.seed, "personal", site.id)
+        tuned = retrain(old, torch.cat(features), torch.cat(labels), epochs, batch, sgd, draw, slope)
+        return with_classifier(model, tuned)
 
     return fit
 
@@ -105,11 +107,11 @@ def everything(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: flo
 
 def ffc(ridge: float = 0.0) -> Way:
     """Solve for the head of least squared error on the client's own examples (Equation 7)."""
-    calibrator = heads.ffc(ridge)
+    calibrator = least_squares.ffc(ridge)
 
     def fit(model: Split, site: Site) -> Split:
         stats = collect(model, site.batches(model), site.federation.data.classes, calibrator.form)
-        return heads.with_classifier(model, calibrator(stats, model.classifier, torch.Generator()))
+        return with_classifier(model, calibrator(stats, model.classifier, torch.Generator()))
 
     return fit
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unskew.calibration.heads import Calibrator, calibrate
+from unskew.calibration.calibrator import Calibrator
+from unskew.calibration.selection import calibrate
 from unskew.data.datasets import normalise
 from unskew.data.partition import Federation
 from unskew.errors import COUNT, UsageError, check_number, expect

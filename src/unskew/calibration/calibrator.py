@@ -1,0 +1,150 @@
+"""Calibrators: what turns feature statistics into a new classifier, on features that stay as they are.
+
+A `Calibrator` turns (statistics, old classifier, generator) into a new classifier and says which forms of statistics
+it can work from. `virtual` has CCVR, `ridge` FFC, `discriminants` further ones; `selection` knows them by name and puts
+the new classifier into a copy of the model. New heads are plain modules: an `nn.Linear`, behind a `Transform` where the
+statistics were taken under one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unskew.errors import UsageError
+from unskew.models.networks import Split, linear, linear_of, width_of
+from unskew.models.transforms import Transform, front_of
+from unskew.models.variants import NormalisedLinear
+from unskew.statistics.moments import FeatureStats
+
+log = logging.getLogger(__name__)
+NEVER = 1e4  # what the logit of a class that nobody has lies below the others by
+
+
+class Material(NamedTuple):
+    """What a calibrator is given."""
+
+    stats: FeatureStats  # the sum over all clients
+    old: nn.Linear  # the classifier as it is; of zeros where there is none of that shape
+    generator: torch.Generator
+    prior: Tensor | None = None  # (C,) the mix of classes expected in use; None: as the calibrator has it by itself
+    width: int = 0  # of the features, before any transform
+    sites: Sequence[FeatureStats] = ()  # each client's own, where they are known apart
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """A way to make a new classifier from statistics.
+
+    >>> unskew.ffc().form, unskew.ffc().transform  # what sites collect for it
+    ('pooled', 'identity')
+    """
+
+    name: str
+    forms: tuple[str, ...]  # the forms of statistics that it can work from, the one to collect first
+    transform: str  # what its statistics are to be taken under: collect(..., form=..., transform=...)
+    fit: Callable[[Material], nn.Module]
+    front: str = "identity"  # the transform that stands before the new linear layer
+    apart: bool = False  # whether it needs each client's statistics, not only their sum
+    weighs: bool = True  # whether it can be told of another mix of classes
+    likely: bool = False  # whether its logits are log-probabilities, but for a constant
+    remedy: str = "use a model in float32 or float64"  # where its numbers are too large for the model's type
+
+    @property
+    def form(self) -> str:
+        """The form of statistics to collect for it."""
+        return self.forms[0]
+
+    def __call__(
+        self,
+        stats: FeatureStats,
+        classifier: nn.Module,
+        generator: torch.Generator,
+        prior: Tensor | None = None,
+        sites: Sequence[FeatureStats] = (),
+    ) -> nn.Module:
+        """The new classifier; the old one stays as it is."""
+        old, features = plain(classifier), width_of(classifier)
+        width = Transform(self.transform).width(features)
+        if (old.out_features, width) != (stats.classes, stats.dimension) and stats.transform == self.transform:
+            raise UsageError(
+                f"the classifier maps {features} features to {old.out_features} classes, the statistics hold "
+                f"{stats.dimension} features and {stats.classes} classes: they belong to another model"
+            )
+        if stats.transform != self.transform:
+            raise UsageError(
+                f"{self.name} is to work on features under {self.transform!r}, but the statistics were "
+                f"taken under {stats.transform!r}: collect them with transform={self.transform!r}, "
+                f"or choose {self.name}(transform=...)"
+            )
+        if stats.form not in self.forms:
+            raise UsageError(
+                f"{self.name} needs statistics of form {' or '.join(self.forms)}; these are of form {stats.form!r}: "
+                "collect again, or choose another calibrator"
+            )
+        if not stats.count.sum() > 0:
+            raise UsageError("the statistics hold no examples: add those of at least one client")
+        if self.apart and len(sites) < 2:
+            raise UsageError(
+                f"{self.name} needs each client's statistics, not their sum, and two clients at least: give them as "
+                "a list"
+            )
+        if prior is not None:
+            if not self.weighs:
+                raise UsageError(f"{self.name} knows no mix of classes: leave the prior out, or choose lda")
+            if prior.shape != stats.count.shape or not ((prior >= 0).all() and 0 < prior.sum() < float("inf")):
+                raise UsageError(f"prior must be {stats.classes} numbers of 0 or more, not all 0; it is {prior}")
+            prior = prior.to(stats.count) * (stats.count > 0)
+            if not prior.sum() > 0:
+                raise UsageError("prior gives nothing to the classes that have examples: give them a share")
+            prior = prior / prior.sum()
+        if width != old.in_features or front_of(classifier) not in ("identity", self.front):
+            # the old one works on other features than the new one will: nothing of it can stay
+            old = linear_of(old.weight.new_zeros(old.out_features, width), None if old.bias is None else old.bias * 0)
+        made = self.fit(Material(stats, old, generator, prior, features, sites))
+        silence(linear(made), (stats.count == 0) if prior is None else (prior == 0))
+        if not all(torch.isfinite(value).all() for value in made.parameters()):
+            raise UsageError(f"the head of {self.name} is NaN or infinite in {old.weight.dtype}: {self.remedy}")
+        return made
+
+
+def plain(classifier: nn.Module) -> nn.Linear:
+    """The ordinary linear layer of a classifier."""
+    old = linear(classifier)
+    return old.plain() if isinstance(old, NormalisedLinear) else old
+
+
+def silence(head: nn.Linear, absent: Tensor) -> None:
+    """Let a head never predict the classes that nobody has, in place.
+
+    Their logit becomes the mean of all others, which the largest is never below, and where there is a bias it lies far
+    below that too. Without one there is a tie where all features are zero.
+    """
+    if not absent.any() or absent.all():
+        return
+    with torch.no_grad():
+        alone = 0.5 if head.bias is None and int((~absent).sum()) == 1 else 1.0  # a tie with the only one is lost
+        head.weight[absent] = alone * head.weight[~absent].mean(0)
+        if head.bias is not None:
+            head.bias[absent] = head.bias[~absent].mean() - NEVER
+
+
+def behind(head: nn.Linear, transform: str, dimension: int) -> nn.Module:
+    """The layer behind the transform under which it was fitted, or alone where that is none; `dimension` is that of
+    the features before the transform.
+    """
+    front = Transform(transform, dimension)
+    return head if front.name == "identity" else nn.Sequential(front.to(head.weight), head)
+
+
+def with_classifier(model: Split, classifier: nn.Module) -> Split:
+    """A copy of the model with another classifier, in the old one's mode."""
+    calibrated = copy.deepcopy(model)
+    calibrated.classifier = classifier.train(model.classifier.training)
+    return calibrated
