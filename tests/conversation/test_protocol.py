@@ -14,6 +14,7 @@ from unskew.calibration.ridge import ffc
 from unskew.calibration.selection import calibrate
 from unskew.calibration.virtual import ccvr
 from unskew.conversation.answers import Answer
+from unskew.conversation.calibrating import Material, make_head, propose
 from unskew.conversation.heads_file import OLD
 from unskew.conversation.messages import Candidates, Fault, Statistics, read_reply, read_request
 from unskew.conversation.protocol import in_process, reply, serve, talk
@@ -196,6 +197,14 @@ def test_a_folder_of_messages_is_a_conversation(tmp_path):
     result = talk(serve(MODEL, NAMES, TASK, require=0.75), ask)
     assert str(result.rosters[1]) == "answers: 3 of 4 sites; d: late (nothing by noon)"
     assert total_of(tmp_path.glob("*/0.reply")).count.sum() == result.statistics.count.sum()
+
+
+def test_heads_are_scored_on_what_is_new_to_them():
+    stats = collect_for(TASK, DATA["a"])
+    proposal = propose("ffc", Material(stats), MODEL.classifier)
+    assert proposal.stats.count.equal(stats.count - stats.held_out.count)
+    rest = make_head("ffc", Material(stats.without_held_out), MODEL.classifier)
+    assert torch.equal(proposal.heads["ffc"].weight, rest.weight)
 
 
 def test_the_old_head_stays_if_none_is_better():
@@ -488,6 +497,14 @@ def test_messages_become_bytes_and_values_again(kind):
     read = read_request if kind in ("task", "heads") else read_reply
     assert type(message).from_bytes(content) == message == read(content)
     assert read(content).to_bytes() == content
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MESSAGES if kind != "task"])
+def test_the_last_bit_counts(kind):
+    content = bytearray(MESSAGES[kind].to_bytes())
+    content[-1] ^= 1
+    with pytest.raises(DataError):
+        type(MESSAGES[kind]).from_bytes(bytes(content))
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
