@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from helpers.commands import calibration, start
+from unskew import Experiment, run
 from unskew.cli.plots import history, label_distribution, per_class, run_plots
 from unskew.errors import UsageError
 from unskew.experiments.records import EndRecord, RoundRecord
@@ -97,3 +98,15 @@ def test_a_picture_of_an_unknown_kind_is_refused(tmp_path) -> None:
             history(records_of(3, 3), tmp_path / name)
     assert not list(tmp_path.iterdir())
     assert history(records_of(3, 3), tmp_path / "new" / "plot.svg").read_text().count("<path") > 5
+
+
+def test_plots_of_a_run_that_was_killed_while_they_were_drawn(tmp_path):
+    records = list(
+        run(Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential"), tmp_path / "run")
+    )
+    drawn = [path.name for path in run_plots(records, tmp_path / "run")]
+    files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    (tmp_path / "run" / drawn[0]).unlink()
+    (tmp_path / "run" / f".{drawn[0]}.1.tmp").write_bytes(b"half")
+    assert [path.name for path in run_plots(records, tmp_path / "run")] == drawn
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == files

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unskew.errors import UsageError
+from unskew.experiments.folder import sweep, taken
 from unskew.experiments.records import CalibrationRecord, PersonalRecord, Record, RoundRecord, of_kind, start_in
 from unskew.files.writing import replacing
 
@@ -36,7 +37,13 @@ def run_plots(records: list[Record], folder: Path) -> list[Path]:
         plots["per_class.png"] = lambda path: per_class(records, labels, path)
     if "personal" in kinds:
         plots["personal.png"] = lambda path: personal_accuracies(records, path)
-    return [path if path.exists() else plot(path) for path, plot in ((folder / name, plots[name]) for name in plots)]
+    missing = {folder / name: plot for name, plot in plots.items() if not (folder / name).exists()}
+    if missing:
+        with taken(folder):
+            sweep(folder)
+            for path, plot in missing.items():
+                plot(path)
+    return [folder / name for name in plots]
 
 
 def label_distribution(table: np.ndarray, labels: list[str], path: Path) -> Path:

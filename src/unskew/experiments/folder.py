@@ -114,10 +114,15 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
 
 def claim(experiment: Experiment, out: Path) -> None:
     """Make a folder that is `taken`, and that `examine` has let pass, this experiment's."""
-    for leftover in out.glob(".*.tmp"):  # of a run that was killed while it wrote
-        leftover.unlink()
+    sweep(out)
     if not holds_run(out):
         write_text(out / "experiment.json", json.dumps(asdict(experiment), indent=2) + "\n")
+
+
+def sweep(out: Path) -> None:
+    """Remove what a run that was killed while it wrote has left in a folder that is `taken`."""
+    for leftover in out.glob(".*.tmp"):
+        leftover.unlink()
 
 
 # ---------------------------------------------------------------------------------------------- the state of training
