@@ -103,8 +103,6 @@ def test_a_picture_of_an_unknown_kind_is_refused(tmp_path) -> None:
 def test_plots_of_a_run_that_was_killed_while_they_were_drawn(tmp_path):
     short = Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential")
     records = list(run(short, tmp_path / "run"))
-        run(Experiment(clients=3, rounds=1, steps=1, calibrate="ffc", engine="sequential"), tmp_path / "run")
-    )
     drawn = [path.name for path in run_plots(records, tmp_path / "run")]
     files = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     (tmp_path / "run" / drawn[0]).unlink()
