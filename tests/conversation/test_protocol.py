@@ -264,6 +264,21 @@ def test_a_none_is_a_missing_reply(number, phase):
 
 
 @PHASE
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_bytes_of_any_kind_are_a_reply(number, phase, kind):
+    result = talk(serve(MODEL, NAMES, TASK), asking(only("b", phase, lambda said: [kind(said.to_bytes())])))
+    assert result.rosters[number].answered == NAMES
+
+
+@PHASE
+@pytest.mark.parametrize("odd", ["text", 3, ["a list"]])
+def test_what_is_no_reply_stops_nobody_else(number, phase, odd):
+    result = talk(serve(MODEL, NAMES, TASK, require=3), asking(only("b", phase, lambda said: [odd])))
+    assert result.rosters[number].absent["b"].status == "damaged"
+    assert type(odd).__name__ in result.rosters[number].absent["b"].why
+
+
+@PHASE
 def test_nobody_is_never_enough(number, phase):
     ask = asking(lambda site, request, said: [] if isinstance(request, phase) else [said])
     with pytest.raises(DataError, match="0 of 4 sites; a: missing; b: missing; c: missing; d: missing"):

@@ -318,7 +318,7 @@ def test_your_own_npz_and_folder(tmp_path):
         ("cifr10", {}, "did you mean 'cifar10'?"),
         ("./no/such/folder", {}, "or a path to a .npz file or to a folder of class folders"),
         ("cifar10", {"label_set": "coarse"}, "label_set='coarse'"),
-        ("cifar100", {"labels": "rough"}, "labels='rough'"),
+        ("cifar100", {"label_set": "rough"}, "label_set='rough'"),
         ("digits", {"size": 16}, "size=16 for digits"),
         ("tiny-imagenet", {"size": 0}, "size=0"),
     ],

@@ -19,6 +19,7 @@ import torch
 from helpers.commands import ENVIRONMENT, blobs, child_of, result_of, snapshot, tiny, unskew
 from unskew import Experiment, UnskewError, UsageError, batches, load, load_model, run, score
 from unskew.errors import DataError
+from unskew.experiments import runner
 from unskew.experiments.folder import load_round, save_round, stored
 from unskew.experiments.records import history_of, to_json
 from unskew.files.writing import read
@@ -762,3 +763,30 @@ def test_two_processes_share_a_run(data, tmp_path) -> None:
     )  # fmt: skip
     assert refused.returncode != 0
     assert "there are 2 processes: use --engine lanes" in refused.stderr
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("place", ["claim", "rewrite"])
+def test_a_run_that_is_killed_while_it_claims_its_folder_loses_nothing(data, tmp_path, monkeypatch, place, after):
+    """What was picked stands in the first record, whenever that is written."""
+    lanes, out, real = experiment_of(data, engine="lanes"), tmp_path / "run", getattr(runner, place)
+    whole = next(run(lanes, tmp_path / "whole"))
+    assert whole.picked is not None
+
+    def killing(*arguments):
+        if after:
+            real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, place, killing)
+        with pytest.raises(KeyboardInterrupt):
+            next(run(lanes, out))
+    assert next(run(lanes, out, resume=(out / "experiment.json").exists())) == whole
+
+
+def test_a_folder_with_a_history_that_is_somebody_elses_is_refused(data, tmp_path) -> None:
+    (tmp_path / "records.jsonl").write_text("mine\n")
+    with pytest.raises(UsageError, match="is not empty and holds no run"):
+        next(run(experiment_of(data), tmp_path))
+    assert (tmp_path / "records.jsonl").read_text() == "mine\n"

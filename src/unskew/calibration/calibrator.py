@@ -53,6 +53,7 @@ class Calibrator:
     front: str = "identity"  # the transform that stands before the new linear layer
     apart: bool = False  # whether it needs each client's statistics, not only their sum
     weighs: bool = True  # whether it can be told of another mix of classes
+    needs_bias: bool = False  # whether it can do nothing for a classifier without one
     likely: bool = False  # whether its logits are log-probabilities, but for a constant
     remedy: str = "use a model in float32 or float64"  # where its numbers are too large for the model's type
 
@@ -88,6 +89,8 @@ class Calibrator:
                 f"{self.name} needs statistics of form {' or '.join(self.forms)}; these are of form {stats.form!r}: "
                 "collect again, or choose another calibrator"
             )
+        if self.needs_bias and old.bias is None:
+            raise UsageError(f"the model's classifier has no bias, which {self.name} needs: choose ffc or ccvr")
         if not stats.count.sum() > 0:
             raise UsageError("the statistics hold no examples: add those of at least one client")
         if self.apart and len(sites) < 2:

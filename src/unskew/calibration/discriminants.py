@@ -17,6 +17,8 @@ from unskew.models.networks import linear_of
 from unskew.models.transforms import Transform
 from unskew.statistics.moments import FORMS, STILL
 
+ANY_FORM = "none", *FORMS[:-1]  # the smallest first
+
 ROUNDED = 0.1  # of a logit: what rounding may cost at most
 
 
@@ -55,7 +57,9 @@ def lda(shrinkage: float = 0.0, transform: str = "identity", choose: bool = True
         return _head(weight, bias, transform, given)
 
     name = Transform(transform).name
-    return Calibrator("lda", ("pooled", "class"), name, fit, name, likely=True, remedy="give it a larger shrinkage")
+    return Calibrator(
+        "lda", ("pooled", "class"), name, fit, name, needs_bias=True, likely=True, remedy="give it a larger shrinkage"
+    )
 
 
 def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
@@ -90,7 +94,16 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
         return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, given)
 
     name = Transform(transform).name
-    return Calibrator("gnb", ("diagonal", "class"), name, fit, front, likely=True, remedy="give it a larger smoothing")
+    return Calibrator(
+        "gnb",
+        ("diagonal", "class"),
+        name,
+        fit,
+        front,
+        needs_bias=True,
+        likely=True,
+        remedy="give it a larger smoothing",
+    )
 
 
 def ncm(transform: str = "identity") -> Calibrator:
@@ -111,7 +124,7 @@ def ncm(transform: str = "identity") -> Calibrator:
         return _head(weight, -(weight * (stats.mean + centre)).sum(1) / 2, transform, given)
 
     name = Transform(transform).name
-    return Calibrator("ncm", ("none", *FORMS[:-1]), name, fit, name, weighs=False)
+    return Calibrator("ncm", ANY_FORM, name, fit, name, needs_bias=True, weighs=False)
 
 
 def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
@@ -154,7 +167,7 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
         return behind(linear_of(new, bias), transform, given.width)
 
     name = Transform(transform).name
-    return Calibrator("fedcof", ("none", *FORMS[:-1]), name, fit, name, apart=True, weighs=False)
+    return Calibrator("fedcof", ANY_FORM, name, fit, name, apart=True, weighs=False)
 
 
 def _log_prior(given: Material) -> Tensor:
@@ -163,10 +176,8 @@ def _log_prior(given: Material) -> Tensor:
 
 def _head(weight: Tensor, bias: Tensor, transform: str, given: Material) -> nn.Module:
     """The head of these numbers, in the old one's type, less what all classes share, which decides nothing and would
-    cost digits; of no use where the old one has no bias.
+    cost digits.
     """
-    if given.old.bias is None:
-        raise UsageError("the model's classifier has no bias, which this calibrator needs: choose ffc or ccvr")
     known = torch.isfinite(_log_prior(given))  # who has examples, and is expected
     share = known.double() / known.sum()
     bias = bias.double().masked_fill(~known, 0.0)  # which `silence` takes care of

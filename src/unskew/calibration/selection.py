@@ -1,9 +1,9 @@
 """Which calibrator: by name, by what statistics allow, by the answers of the sites; and what to expect of it.
 
 `calibrators` are all there are. `calibrator_of("auto", ...)` takes the one that did best by measurement with statistics
-of that form (results/calibrators.md). `separation` is what CCVR 5.4 forecasts by. `chosen` takes the best of several
-heads by what the sites have counted on examples of their own, and keeps the old one unless another is better;
-`deciding` tells whose counts alone have made it so.
+of that form (results/calibrators.md); `calibrate` puts what a calibrator makes into a copy of a model. `separation` is
+what CCVR 5.4 forecasts by. `chosen` takes the best of several heads by what the sites have counted on examples of their
+own, and keeps the old one unless another is better; `deciding` tells whose counts alone have made it so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ calibrators: dict[str, Callable[..., Calibrator]] = {
 
 BEST = {"class": "ffc:choose=true", "pooled": "ffc:choose=true", "diagonal": "ccvr", "none": "ncm"}
 """What `auto` takes for each form of statistics."""
-NEED_BIAS = ("lda", "gnb", "ncm")
 CONTRADICTS = 2.0  # standard errors between what a site says of two heads and what the others say
 
 
@@ -60,13 +59,50 @@ def candidates(form: str, sites: int, bias: bool = True) -> list[str]:
     able = []
     for name, factory in calibrators.items():
         calibrator = factory()
-        if form in calibrator.forms and (bias or name not in NEED_BIAS) and not (calibrator.apart and sites < 3):
+        if form in calibrator.forms and (bias or not calibrator.needs_bias) and not (calibrator.apart and sites < 3):
             able.append(BEST[form] if BEST[form].partition(":")[0] == name else name)
     if not able:
         raise UsageError(
             f"statistics of form {form!r} serve no classifier without a bias: collect them with form 'pooled'"
         )
     return sorted(able, key=lambda spec: spec != BEST[form])
+
+
+def calibrate(
+    model: Split,
+    stats: FeatureStats | Sequence[FeatureStats],
+    calibrator: Calibrator | str = "auto",
+    generator: torch.Generator | None = None,
+    prior: Tensor | None = None,
+) -> Split:
+    """A copy of the model, in the same mode, with the classifier that `calibrator` makes.
+
+    `stats` are all clients' statistics, as a list or added up. Those that were collected with other weights than this
+    model's are refused. A calibrator can be written as text, "ffc:ridge=0.1"; "auto" is what did best by measurement
+    with statistics of this form. `prior` is the mix of classes expected in use, one number for each class.
+
+    >>> model = Split(torch.nn.Flatten(), torch.nn.Linear(1, 2))
+    >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
+    >>> unskew.calibrate(model, stats, "ffc").classifier(torch.tensor([[0.7], [4.0]])).argmax(1)
+    tensor([0, 1])
+    """
+    expect("model", model, Split, "cut it first: split(module, example)")
+    sites = () if isinstance(stats, FeatureStats) else tuple(stats)
+    if len({id(site) for site in sites}) < len(sites):
+        raise UsageError("stats holds the same client's statistics twice: give those of each client once")
+    total = stats if isinstance(stats, FeatureStats) else added(sites)
+    if isinstance(calibrator, str):
+        calibrator = calibrator_of(calibrator, total.form, total.transform, linear(model.classifier).bias is not None)
+    expect("calibrator", calibrator, Calibrator, "call its factory: ffc()")
+    absent = (total.count == 0).nonzero().flatten().tolist()
+    if absent:
+        log.warning("no client has examples of classes %s: the new classifier can't know them", absent)
+    if total.origin.weights not in (None, weights_digest(model)):
+        raise UsageError("the statistics were collected with other weights than this model's: collect them again")
+    generator = generator if generator is not None else torch.Generator().manual_seed(0)
+    device = linear(model.classifier).weight.device
+    apart = [site.to(device) for site in sites] if calibrator.apart else ()
+    return with_classifier(model, calibrator(total.to(device), model.classifier, generator, prior, apart))
 
 
 # ---------------------------------------------------------------------------------------------- separation
@@ -177,43 +213,3 @@ class _Lead(NamedTuple):
         share = (total if prior is None else prior * (total > 0)).double()
         share = share / share.sum()
         return float(share @ self.mean) / math.sqrt(float(share**2 @ self.variance))
-
-
-def calibrate(
-    model: Split,
-    stats: FeatureStats | Sequence[FeatureStats],
-    calibrator: Calibrator | str = "auto",
-    generator: torch.Generator | None = None,
-    prior: Tensor | None = None,
-) -> Split:
-    """A copy of the model, in the same mode, with the classifier that `calibrator` makes.
-
-    `stats` are all clients' statistics, as a list or added up. Those that were collected with other weights than this
-    model's are refused. A calibrator can be written as text, "ffc:ridge=0.1"; "auto" is what did best by measurement
-    with statistics of this form. `prior` is the mix of classes expected in use, one number for each class.
-
-    >>> from unskew import FeatureStats
-    >>> model = Split(torch.nn.Flatten(), torch.nn.Linear(1, 2))
-    >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
-    >>> unskew.calibrate(model, stats, "ffc").classifier(torch.tensor([[0.7], [4.0]])).argmax(1)
-    tensor([0, 1])
-    """
-    expect("model", model, Split, "cut it first: split(module, example)")
-    sites = () if isinstance(stats, FeatureStats) else tuple(stats)
-    if len({id(site) for site in sites}) < len(sites):
-        raise UsageError("stats holds the same client's statistics twice: give those of each client once")
-    total = stats if isinstance(stats, FeatureStats) else added(sites)
-    if isinstance(calibrator, str):
-        from unskew.calibration.selection import calibrator_of
-
-        calibrator = calibrator_of(calibrator, total.form, total.transform, linear(model.classifier).bias is not None)
-    expect("calibrator", calibrator, Calibrator, "call its factory: ffc()")
-    absent = (total.count == 0).nonzero().flatten().tolist()
-    if absent:
-        log.warning("no client has examples of classes %s: the new classifier can't know them", absent)
-    if total.origin.weights not in (None, weights_digest(model)):
-        raise UsageError("the statistics were collected with other weights than this model's: collect them again")
-    generator = generator if generator is not None else torch.Generator().manual_seed(0)
-    device = linear(model.classifier).weight.device
-    apart = [site.to(device) for site in sites] if calibrator.apart else ()
-    return with_classifier(model, calibrator(total.to(device), model.classifier, generator, prior, apart))

@@ -28,7 +28,8 @@ from unskew.statistics.moments import FeatureStats
 
 Require: TypeAlias = str | int | float
 Taken: TypeAlias = Reply | FeatureStats  # a reply; statistics that this very process has collected are one too
-Sent: TypeAlias = Taken | bytes | Fault | BaseException | None  # what a transport can hand over for a site
+Bytes: TypeAlias = bytes | bytearray | memoryview
+Sent: TypeAlias = Taken | Bytes | Fault | BaseException | None  # what a transport can hand over for a site
 
 
 class Entry(NamedTuple):
@@ -76,7 +77,7 @@ class Roster:
             self.strangers[str(site)] = "was not asked"
             return
         try:
-            reply = read_reply(sent, site) if isinstance(sent, bytes) else sent
+            reply = _read(sent, site)
         except DataError as error:
             self._enter(site, Entry("damaged", str(error)))
             return
@@ -143,6 +144,15 @@ def needed(require: Require, sites: int) -> int:
     raise UsageError(
         f"require is {require!r}: allowed are 'all', a share above 0 and up to 1.0, or a number from 1 to {sites}"
     )
+
+
+def _read(sent: Taken | Bytes, site: str) -> Taken:
+    """The reply that came; refused if it is none."""
+    if isinstance(sent, Bytes):
+        return read_reply(bytes(sent), site)
+    if not isinstance(sent, Taken):
+        raise DataError(f"{site}: a transport has given {type(sent).__name__} for it: give the bytes that came")
+    return sent
 
 
 def _fault(sent: Fault | BaseException | None) -> Entry:

@@ -95,7 +95,7 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
     if not holds_run(out):
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file: choose another --out for the run's folder")
-        if out.exists() and any(path.name != locks.NAME and path.suffix != ".tmp" for path in out.iterdir()):
+        if out.exists() and not all(map(_of_no_run, out.iterdir())):
             raise UsageError(f"{out} is not empty and holds no run: choose another --out")
         return experiment, []
     held = stored(out)
@@ -110,6 +110,15 @@ def examine(experiment: Experiment, out: Path, resume: bool) -> tuple[Experiment
         raise UsageError(f"{out} holds this experiment already: add --resume to go on with it, or choose another --out")
     history = out / "records.jsonl"
     return experiment, history_of(history) if history.exists() else []
+
+
+def _of_no_run(path: Path) -> bool:
+    """Whether a file is what a run leaves that was killed before its folder was claimed."""
+    if path.name != "records.jsonl":
+        return path.name == locks.NAME or path.suffix == ".tmp"
+    with contextlib.suppress(DataError):
+        return [record.kind for record in history_of(path)] in ([], ["start"])
+    return False
 
 
 def claim(experiment: Experiment, out: Path) -> None:

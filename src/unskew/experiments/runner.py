@@ -247,6 +247,7 @@ class _Run:
                     f"{self.out}: another process has begun a run there in this moment: give the command again, or "
                     "choose another --out"
                 )
+            rewrite(self.history, [start])  # before the folder is a run's: who resumes it knows what was picked
         claim(self.experiment, self.out)
         self.last = self._found()
         reached = self.last.number if self.last else 0
