@@ -15,6 +15,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,12 @@ from safetensors.torch import save_file
 
 from helpers.commands import unskew
 from helpers.pictures import KINDS, folder_of
+from unskew.calibration.calibrator import Calibrator
+from unskew.calibration.selection import calibrators
 from unskew.cli.main import app
+from unskew.data.partition import partitions
+from unskew.methods.names import pieces
+from unskew.training.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -159,11 +165,45 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TEXTS, ids=name_of)
 def test_files_that_are_named_are_there(path: Path) -> None:
-    named = re.findall(
-        r"(?<![\w/])(?:src|tests|docs|benchmarks|results|unskew)/[\w/.-]+\.(?:py|md|pyi)\b", path.read_text("utf-8")
-    )
-    places = {name: (ROOT / name, ROOT / "src" / name) for name in named}
-    assert [name for name, where in places.items() if not any(place.exists() for place in where)] == []
+    """By their paths from the root: `src/unskew/specs.py`, not `unskew/specs.py`."""
+    folders = "src|tests|docs|benchmarks|results|examples|unskew"
+    named = re.findall(rf"(?<![\w/])(?:{folders})/[\w/.-]+\.(?:py|pyi|md|toml)\b", path.read_text("utf-8"))
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def row_of(page: str, word: str) -> set[str]:
+    """The names in backticks in the row of a table that begins with a word."""
+    (row,) = re.findall(rf"(?m)^\| {word} \|.*$", (ROOT / page).read_text(encoding="utf-8"))
+    return set(re.findall(r"`(\w+)`", row))
+
+
+def table_of(page: str, head: str) -> list[str]:
+    """The names in backticks in the first column of a table whose head begins with a word."""
+    (table,) = re.findall(rf"(?m)^\| {head} \|.*\n((?:\|.*\n)+)", (ROOT / page).read_text(encoding="utf-8"))
+    return re.findall(r"(?m)^\| `(\w+)` \|", table)
+
+
+def test_pages_name_what_the_registries_hold() -> None:
+    own = set(engines) - {"auto"}
+    assert row_of("docs/reference/glossary.md", "calibrator") == set(calibrators)
+    assert row_of("docs/reference/glossary.md", "engine") == own
+    assert row_of("docs/reference/glossary.md", "partition") == set(partitions)
+    assert table_of("docs/reference/calibrators.md", "name") == [*calibrators, "auto"]
+    assert table_of("docs/explanation/speed.md", "engine") == [name for name in engines if name in own]
+    (option,) = (param for param in app.commands["run"].params if "--engine" in param.opts)
+    assert set(engines) <= set(re.findall(r"\w+", str(option.help)))
+
+
+def test_the_numbers_of_methods_and_calibrators_are_right() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"There are {len(pieces)} [methods]" in text
+    assert f", {len(calibrators)} [calibrators]" in text
+
+
+def test_every_field_of_a_calibrator_is_described() -> None:
+    assert {*table_of("docs/guides/own-calibrator.md", "field of `Calibrator`"), "name", "fit"} == {
+        field.name for field in fields(Calibrator)
+    }
 
 
 def slug(heading: str) -> str:

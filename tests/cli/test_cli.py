@@ -387,7 +387,7 @@ def test_the_list_of_everything() -> None:
     everything = unskew("list")
     assert everything.code == 0
     some = {"data": "tiny-imagenet", "models": "mobilenetv2", "partitions": "dirichlet", "methods": "fedavgm",
-            "calibrators": "oracle", "personal": "own"}  # fmt: skip
+            "engines": "workers", "calibrators": "oracle", "personal": "own"}  # fmt: skip
     for kind, name in some.items():
         answer = unskew("list", kind)
         assert answer.code == 0
@@ -395,6 +395,7 @@ def test_the_list_of_everything() -> None:
         assert name in answer.out
         assert name in everything.out
         assert not any(other in answer.out.split() for value, other in some.items() if value != kind)
+        assert kind in unskew("list", "--help").out
 
 
 def test_every_method_has_one_line_with_its_source_and_its_options() -> None:

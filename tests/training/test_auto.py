@@ -46,6 +46,13 @@ def test_the_fastest_is_taken(long, speeds, engine, monkeypatch):
     assert "sequential 100" in choose_engine(long).reason
 
 
+def test_an_engine_that_is_added_is_measured_and_taken(long, monkeypatch):
+    monkeypatch.setitem(auto.measurable, "mine", auto.measurable["sequential"])
+    assert "mine" in measured(long)
+    monkeypatch.setattr(auto, "_remembered", lambda *_: {"sequential": 100, "batched": 120, "mine": 190})
+    assert choose_engine(long).engine == "mine"
+
+
 def test_lanes_pay_when_they_save_more_than_their_preparation(long, monkeypatch):
     speeds = {
         "sequential": 0.1, "batched": 0.2, "8 lanes, grouped": 4_000, "32 lanes, grouped": 10_000,

@@ -102,11 +102,11 @@ def _noted(
 def list_names(what: str | None) -> None:
     """What there is, with a line each.
 
-    WHAT is data, models, partitions, methods, calibrators, personal or tables; all of them if it is left out.
+    WHAT is data, models, partitions, methods, engines, calibrators, personal or tables; all of them if it is left out.
     """
     made: dict[str, Callable[[str], Table]] = {"data": _data_sets, "methods": _methods}
     kinds = {kind: made.get(kind, _factories) for kind in
-             ("data", "models", "partitions", "methods", "calibrators", "personal", "tables")}  # fmt: skip
+             ("data", "models", "partitions", "methods", "engines", "calibrators", "personal", "tables")}  # fmt: skip
     for kind in kinds if what is None else [what]:
         show(lookup("kind of thing", kind, kinds)(kind))
         if kind == "methods":
@@ -134,23 +134,24 @@ def _methods(kind: str) -> Table:
 
 
 def _factories(kind: str) -> Table:
-    """Functions of a registry, which tell of themselves."""
+    """What a registry holds, which tells of itself."""
     from unskew.calibration.selection import BEST
     from unskew.data.partition import partitions
     from unskew.experiments.resolve import known_calibrators
     from unskew.experiments.tables import tables
     from unskew.models.networks import networks
+    from unskew.training.engines.registry import engines
     from unskew.training.personal import ways
 
-    registries: dict[str, Mapping[str, Callable[..., Any]]] = {
-        "models": networks, "partitions": partitions, "calibrators": known_calibrators, "personal": ways,
-        "tables": tables,
+    registries: dict[str, Mapping[str, Any]] = {
+        "models": networks, "partitions": partitions, "engines": engines, "calibrators": known_calibrators,
+        "personal": ways, "tables": tables,
     }  # fmt: skip
     given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
     table = Table([Column(name, False) for name in (kind, "options", "")])
-    for name, factory in registries[kind].items():
-        options = "" if kind == "models" else _listed(defaults_of(factory), given)
-        table.add_row(name, options, (inspect.getdoc(factory) or "").split("\n\n")[0].replace("\n", " "))
+    for name, made in registries[kind].items():
+        options = "" if kind in ("models", "engines") else _listed(defaults_of(made), given)
+        table.add_row(name, options, (inspect.getdoc(made) or "").split("\n\n")[0].replace("\n", " "))
     if kind == "calibrators":
         best = ", ".join(f"{spec} from the {form} form" for form, spec in BEST.items())
         table.add_row("auto", "", f"In `unskew calibrate`: what did best by measurement, {best}.")

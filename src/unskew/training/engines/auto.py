@@ -89,7 +89,7 @@ def choose_engine(run: Training, precision: str = "float32", engine: str = "auto
         return Choice(rule if engine == "auto" else engine)
     speeds = _remembered(run, precision, lambda: measured(run, precision))
     best, seconds = Choice("sequential", speeds=speeds), total / speeds["sequential"]
-    for name in ("batched", "workers"):
+    for name in measurable:
         if name in speeds and (name != "workers" or _can_work(run)) and MARGIN * total / speeds[name] < seconds:
             best, seconds = Choice(name, speeds=speeds), total / speeds[name]
     if engine == "lanes":

@@ -1,17 +1,9 @@
 """What an engine is: `rounds(trainings, resume)` yields (which training, its next round) as rounds end.
 
 An engine decides how the clients of a round are trained on this machine; what they do is in `unskew.training.client`.
-Most engines are a function for one round, which `RoundByRound` makes an engine of:
-
-    @RoundByRound
-    def backwards(training, last, ids):
-        visits = [*map(training.visits(last), reversed(ids))]
-        return training.aggregate(last, ids, reversed(visits))
-
-    train(model, federation, fedavg(), rounds=10, engine=backwards)
-
-One that sets something up for a whole training, as `Workers` does, gives `one_at_a_time` a generator of its rounds. One
-that trains several at once, as `Lanes` does, writes `rounds` itself. `registry` has them by name.
+Most engines are a function for one round, which `RoundByRound` makes an engine of. One that sets something up for a
+whole training, as `Workers` does, gives `one_at_a_time` a generator of its rounds. One that trains several at once, as
+`Lanes` does, writes `rounds` itself. `registry` has them by name.
 """
 
 from __future__ import annotations
