@@ -56,14 +56,18 @@ def wait_until(true, process) -> None:
 # ---------------------------------------------------------------------------------------------- stopping the iterator
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "changed",
     [
         {"method": "fedavgm:beta=0.5"},
-        {"fraction": 0.5, "method": "fedprox:mu=0.1", "schedule": "cosine"},
-        {"norm": "batch", "engine": "batched", "augment": True},
+        slow({"fraction": 0.5, "method": "fedprox:mu=0.1", "schedule": "cosine"}),
+        slow({"norm": "batch", "engine": "batched", "augment": True}),
         {"central": True, "steps": 3},
-        {"method": "scaffold+on_sphere:rows=simplex", "fraction": 0.5},
+        slow({"method": "scaffold+on_sphere:rows=simplex", "fraction": 0.5}),
         {"method": "moon", "recalibrate": "ffc:every=2:ridge=1"},
         {"method": "scaffold", "engine": "lanes", "fraction": 0.5},
     ],
@@ -150,6 +154,7 @@ def finished(options: list[str], out: Path, errors: Path) -> None:
     assert not list(out.glob(".*.tmp"))
 
 
+@pytest.mark.slow  # the quick form is in test_runs_killed
 def test_a_killed_run_goes_on_bit_for_bit_whenever_it_is_killed(data, tmp_path) -> None:
     options = tiny(data, rounds=6, method="fedavgm", fraction=0.5, calibrate=CALIBRATIONS)
     out, errors = tmp_path / "killed", tmp_path / "errors"

@@ -71,7 +71,7 @@ def test_other_settings(name, options, ragged):
 
 
 @given(st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_runs_of_any_shape_equal_sequential(data):
     """Ragged clients, several runs, stragglers, partial participation, several numbers of lanes."""
     toys = toy_data(60)
