@@ -1,6 +1,7 @@
 """The two walks meet: a run's folder is a model for sites, takes further calibrations, and can start another run."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -224,3 +225,23 @@ def test_a_start_that_does_not_fit_is_refused_before_anything_is_written(here, t
     answer = unskew("run", *tiny(**{"data": "blobs.npz", "rounds": 1, **options}), "--out", tmp_path / "run")
     assert (answer.code, words in answer.err) == (2, True), answer.err
     assert not (tmp_path / "run").exists()
+    assert not re.search("@[0-9a-f]{16}", answer.err)  # the file is named, as it was given
+
+
+def test_a_start_may_have_a_name_that_looks_like_a_digest(here, tmp_path):
+    start = tmp_path / "start@0123456789abcdef"
+    shutil.copy("plain/model.safetensors", start)
+    same = tiny("blobs.npz", calibrate="none", rounds=1)
+    answer = unskew("run", *same, "--start", start, "--out", tmp_path / "run")
+    assert answer.code == 0, answer.err
+    assert unskew("run", "--resume", "--out", tmp_path / "run").code == 0
+
+
+@pytest.mark.parametrize(("start", "method", "notes"), [
+    ("plain", "fedavg+on_sphere", 1), ("plain", "fedavg", 0), ("plain", "clsnorm", 0), ("plain", "frozen_head", 0),
+    ("sphere", "fedavg+on_sphere", 0),
+])  # fmt: skip
+def test_a_start_whose_classifier_is_replaced_is_told_once(here, tmp_path, start, method, notes):
+    same = tiny("blobs.npz", calibrate="none", rounds=1, method=method)
+    answer = unskew("run", *same, "--start", start, "--out", tmp_path / "run")
+    assert (answer.code, answer.err.count("whose classifier is not taken over")) == (0, notes), answer.err
