@@ -1,15 +1,20 @@
 """The two walks meet: a run's folder is a model for sites, takes further calibrations, and can start another run."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from helpers.commands import blobs, result_of, snapshot, tiny, unskew
 from unskew import Experiment, UsageError, load_model, run
+from unskew.experiments import recalibrate
+from unskew.experiments.folder import taken
+from unskew.files import locks
 from unskew.files.writing import load_tree, read
 
 
@@ -162,7 +167,130 @@ def test_data_that_have_changed_are_no_data_of_the_run(here, tmp_path):
     assert unskew("run", *tiny(tmp_path / "data.npz", rounds=1), "--out", tmp_path / "run").code == 0
     blobs(tmp_path / "data.npz", train=63)
     answer = unskew("calibrate", tmp_path / "run", "--calibrator", "lda")
-    assert (answer.code, "the data have changed" in answer.err) == (1, True), answer.err
+    assert (answer.code, "the data or the network have changed" in answer.err) == (1, True), answer.err
+
+
+@pytest.fixture
+def done(here, tmp_path) -> Path:
+    """A finished run that can be changed, of data that can be changed."""
+    shutil.copy("blobs.npz", tmp_path / "data.npz")
+    assert unskew("run", *tiny(tmp_path / "data.npz", calibrate="ffc,lda"), "--out", tmp_path / "run").code == 0
+    return tmp_path / "run"
+
+
+def check_refused(folder: Path, words: str, *options: str) -> None:
+    """A further calibration is refused, and nothing is written."""
+    before = snapshot(folder)
+    answer = unskew("calibrate", folder, "--calibrator", "ncm", *options)
+    assert (answer.code in (1, 2), words in answer.err) == (True, True), answer.err
+    assert snapshot(folder) == before
+
+
+def test_another_model_is_not_calibrated_as_the_run_s(done, tmp_path):
+    other = tiny(tmp_path / "data.npz", seed=1, calibrate="none")
+    assert unskew("run", *other, "--out", tmp_path / "other").code == 0
+    shutil.copy(tmp_path / "other" / "model.safetensors", done)
+    check_refused(done, "model.safetensors: not the model that this run has trained")
+
+
+@pytest.mark.parametrize("options", [{}, {"calibrate": "none", "personal": "head"}])
+def test_test_data_that_have_changed_are_refused(here, tmp_path, options):
+    shutil.copy("blobs.npz", tmp_path / "data.npz")
+    assert unskew("run", *tiny(tmp_path / "data.npz", **options), "--out", tmp_path / "run").code == 0
+    held = dict(np.load(tmp_path / "data.npz"))
+    np.savez(tmp_path / "data.npz", **{**held, "y_test": np.roll(held["y_test"], 1)})
+    check_refused(tmp_path / "run", "have changed since this run ")
+
+
+@pytest.mark.parametrize(("old", "new", "words"), [
+    ("nn.ReLU()", "nn.Tanh()", "the data or the network have changed since this run began (contents)"),
+    ("width=8", "width=9", "the data or the network have changed since this run began (parameters, contents)"),
+])  # fmt: skip
+def test_code_of_a_network_that_has_changed_is_refused(here, tmp_path, old, new, words):
+    (tmp_path / "own.py").write_text(OWN)
+    options = tiny("blobs.npz", model=f"{tmp_path / 'own.py'}:net", rounds=5, lr=0.1)
+    assert unskew("run", *options, "--out", tmp_path / "run").code == 0
+    (tmp_path / "own.py").write_text(OWN.replace(old, new))
+    check_refused(tmp_path / "run", words, "--trust")
+
+
+@pytest.mark.parametrize(("key", "value"), [("alpha", 9.0), ("seed", 5), ("lr", 0.5)])
+def test_an_experiment_that_was_edited_is_refused(done, key, value):
+    path = done / "experiment.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    check_refused(done, f"experiment.json: {key} is {value}, but ")
+
+
+def test_files_that_are_gone_are_told_before_anything_is_written(done, tmp_path):
+    for name in ("checkpoint.safetensors", "model.safetensors"):
+        (done / name).rename(tmp_path / name)
+        check_refused(done, f"{name} is gone")
+        shutil.copy(tmp_path / name, done)
+    (done / "model.safetensors").unlink()
+    answer = unskew("evaluate", "--model", done, "--data", "blobs.npz")
+    assert (answer.code, "model.safetensors is gone, though its run is finished" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize("where", ["calibrations", "rewrite", "write_text", "save_sealed"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_calibration_that_was_killed_is_mended_by_giving_it_again(done, tmp_path, monkeypatch, where, after):
+    """Killed before or after each of the things that it writes."""
+    assert unskew("run", *tiny(tmp_path / "data.npz", calibrate="ffc,lda,ncm"), "--out", tmp_path / "early").code == 0
+    (done / "per_class.png").touch()  # an old one, without the new calibration
+    real = getattr(recalibrate, where)
+
+    def killed(*arguments):
+        if after:
+            yielded = real(*arguments)
+            list(yielded or ())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recalibrate, where, killed)
+        assert unskew("calibrate", done, "--calibrator", "ncm").code != 0
+    (done / ".records.jsonl.1.tmp").touch()
+    assert unskew("calibrate", done, "--calibrator", "ncm").code == 0
+    assert result_of(done) == result_of(tmp_path / "early")
+    assert {path.name for path in done.glob("*")} == {path.name for path in (tmp_path / "early").glob("*")}
+    for path in (tmp_path / "early").glob("*"):
+        if path.name != "records.jsonl":
+            assert path.read_bytes() == (done / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_a_calibrated_model_that_is_lost_is_made_again(done, how):
+    path = done / "calibrated-lda.safetensors"
+    before, records = path.read_bytes(), (done / "records.jsonl").read_bytes()
+    path.unlink()
+    if how == "damaged":
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    answer = unskew("calibrate", done, "--calibrator", "lda")
+    assert (answer.code, f"calibrated-lda.safetensors is {how}: it is made again" in answer.err) == (0, True)
+    assert "nothing is made again" not in answer.err
+    assert (path.read_bytes(), (done / "records.jsonl").read_bytes()) == (before, records)
+
+
+def test_a_run_that_is_in_use_or_read_only_is_refused_with_what_can_be_done(done, monkeypatch):
+    monkeypatch.setattr(locks, "PATIENCE", 0.0)
+    with taken(done):
+        answer = unskew("calibrate", done, "--calibrator", "ncm")
+    assert (answer.code, "wait until it is done, or stop it" in answer.err, "--out" in answer.err) == (2, True, False)
+
+    def read_only(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(locks, "_opened", read_only)
+    answer = unskew("calibrate", done, "--calibrator", "ncm")
+    assert (answer.code, "calibrate a copy of it" in answer.err, "--out" in answer.err) == (2, True, False)
+
+
+def test_a_run_whose_start_is_gone_can_be_calibrated(here, tmp_path):
+    shutil.copy("plain/model.safetensors", tmp_path / "start.safetensors")
+    options = tiny("blobs.npz", start=tmp_path / "start.safetensors")
+    assert unskew("run", *options, "--out", tmp_path / "run").code == 0
+    (tmp_path / "start.safetensors").unlink()
+    answer = unskew("calibrate", tmp_path / "run", "--calibrator", "lda")
+    assert answer.code == 0, answer.err
 
 
 # ---------------------------------------------------------------------------------------------- a start
@@ -224,3 +352,23 @@ def test_a_start_that_does_not_fit_is_refused_before_anything_is_written(here, t
     answer = unskew("run", *tiny(**{"data": "blobs.npz", "rounds": 1, **options}), "--out", tmp_path / "run")
     assert (answer.code, words in answer.err) == (2, True), answer.err
     assert not (tmp_path / "run").exists()
+    assert not re.search("@[0-9a-f]{16}", answer.err)  # the file is named, as it was given
+
+
+def test_a_start_may_have_a_name_that_looks_like_a_digest(here, tmp_path):
+    start = tmp_path / "start@0123456789abcdef"
+    shutil.copy("plain/model.safetensors", start)
+    same = tiny("blobs.npz", calibrate="none", rounds=1)
+    answer = unskew("run", *same, "--start", start, "--out", tmp_path / "run")
+    assert answer.code == 0, answer.err
+    assert unskew("run", "--resume", "--out", tmp_path / "run").code == 0
+
+
+@pytest.mark.parametrize(("start", "method", "notes"), [
+    ("plain", "fedavg+on_sphere", 1), ("plain", "fedavg", 0), ("plain", "clsnorm", 0), ("plain", "frozen_head", 0),
+    ("sphere", "fedavg+on_sphere", 0),
+])  # fmt: skip
+def test_a_start_whose_classifier_is_replaced_is_told_once(here, tmp_path, start, method, notes):
+    same = tiny("blobs.npz", calibrate="none", rounds=1, method=method)
+    answer = unskew("run", *same, "--start", start, "--out", tmp_path / "run")
+    assert (answer.code, answer.err.count("whose classifier is not taken over")) == (0, notes), answer.err

@@ -304,9 +304,7 @@ def calibrate_run(context: click.Context, out: Path, options: dict[str, Any]) ->
     if stray:
         raise UsageError(f"{out} is a run, which knows its data and its model: leave out {', '.join(stray)}")
     records, made = add_calibrations(out, options["calibrator"], options["trust"])
-    if made:
-        (out / "per_class.png").unlink(missing_ok=True)
-    else:
+    if not made:
         note(f"{out} has that calibration already: nothing is made again")
     run_plots(records, out)
     report(records, out)

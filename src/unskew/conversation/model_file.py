@@ -24,7 +24,7 @@ from unskew.data.preparation import PIXELS, Preparation, as_module
 from unskew.errors import DataError, UsageError
 from unskew.files import limits
 from unskew.files.untrusted import parse_json, reading
-from unskew.files.writing import metadata_of, save_sealed
+from unskew.files.writing import metadata_of, read, save_sealed
 from unskew.methods.names import skeleton
 from unskew.models.cutting import rejoined, split
 from unskew.models.endings import is_linear
@@ -183,6 +183,12 @@ def file_of_run(folder: Path) -> Path:
     if own:
         raise UsageError(f"{folder}: its method keeps a model for each client: give one of them, such as {own[0]}")
     if (folder / "experiment.json").is_file():
+        history = folder / "records.jsonl"
+        if history.is_file() and [record["kind"] for record in read(history)[-1:]] == ["end"]:
+            raise UsageError(
+                f"{file} is gone, though its run is finished: put a copy of it back, or run the experiment again in "
+                "another folder"
+            )
         raise UsageError(f"{folder}: its run is not finished: go on with unskew run --resume --out {folder}")
     raise UsageError(f"{folder} holds no run: give the folder of one, or a model's file")
 

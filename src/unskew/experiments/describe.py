@@ -34,6 +34,7 @@ def start_of(experiment: Experiment, training: Training, choice: Choice | None) 
         pair = recalibration_bytes(model, calibrator)
         again = {"recalibration": {"every": every, "down": pair[0], "up": pair[1]}}
     data, cuda = federation.data, experiment.device.startswith("cuda")
+    code, own, _ = experiment.model.partition(".py:")
     return StartRecord(
         experiment=experiment,
         digest=experiment.digest,
@@ -43,13 +44,19 @@ def start_of(experiment: Experiment, training: Training, choice: Choice | None) 
         contents={
             "data": seal({"x": data.x, "y": data.y}, {}),
             "network": seal(model.state_dict(), {}),
-            **{Path(file).name: digest(Path(file).read_text(encoding="utf-8")) for file in files_of(experiment.method)},
+            **{Path(file).name: _digest_of(file) for file in files_of(experiment.method)},
+            **({"network's code": _digest_of(f"{code}.py")} if own else {}),
         },
         bytes={"down": down, "up": up, "down_in_papers": down_in_papers, "up_in_papers": up_in_papers, **again},
         picked={"engine": choice.engine, "reason": choice.reason} if choice else None,
         labels=list(data.labels),
         table=table(data.y.cpu(), tuple(part.cpu() for part in federation.clients), data.classes).tolist(),
     )
+
+
+def _digest_of(file: str) -> str:
+    """The digest of a file of code."""
+    return digest(Path(file).read_text(encoding="utf-8"))
 
 
 def round_of(round: Round, scores: Scores | None) -> RoundRecord:
@@ -60,12 +67,21 @@ def round_of(round: Round, scores: Scores | None) -> RoundRecord:
     )
 
 
-def kept_of(records: list[Record], reached: int, start: StartRecord, history: Path) -> list[Record]:
-    """The records of the rounds up to a checkpoint; refuse those of other data or another network."""
+def check_unchanged(records: list[Record], start: StartRecord, history: Path) -> None:
+    """Refuse records of other data or another network than a run would `start` with now."""
     compared = ("labels", "table", "parameters", "contents")
     changed = [key for key in compared if records and getattr(records[0], key) != getattr(start, key)]
     if changed:
-        raise DataError(f"{history}: the data or the network have changed since this run began ({', '.join(changed)})")
+        named = start.experiment
+        raise DataError(
+            f"{history}: the data or the network have changed since this run began ({', '.join(changed)}): put back "
+            f"those that it had (data {named.data}, model {named.model}, method {named.method})"
+        )
+
+
+def kept_of(records: list[Record], reached: int, start: StartRecord, history: Path) -> list[Record]:
+    """The records of the rounds up to a checkpoint; refuse those of other data or another network."""
+    check_unchanged(records, start, history)
     rounds = [record for record in of_kind(records, RoundRecord) if record.round <= reached]
     if [record.round for record in rounds] != list(range(1, reached + 1)):
         checkpoint = history.with_name("checkpoint.safetensors")

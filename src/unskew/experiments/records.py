@@ -78,7 +78,7 @@ class StartRecord:
     versions: Annotated[dict[str, str], TEXTS]
     hardware: Annotated[str, TEXT]
     parameters: Annotated[int, COUNT]
-    contents: Annotated[dict[str, str], TEXTS]  # seals of the data and the network, digests of methods' files
+    contents: Annotated[dict[str, str], TEXTS]  # seals of the data and the network, digests of files of code
     bytes: Annotated[dict[str, Any], TRAFFIC]  # of a client, in a round
     picked: Annotated[dict[str, str] | None, CHOICE] = None
     labels: Annotated[list[str], (_many(TEXT[0]), "a list of names")]

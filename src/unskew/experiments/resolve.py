@@ -31,7 +31,7 @@ from unskew.methods.algorithms import fedavg
 from unskew.methods.names import Method, method
 from unskew.models.cutting import split
 from unskew.models.foreign import load_module, sized
-from unskew.models.networks import Split, build, check_memory, networks
+from unskew.models.networks import Split, build, check_memory, linear, networks
 from unskew.models.transforms import Transform
 from unskew.models.weights import put_weights, read_weights
 from unskew.seeds import generator, seeded
@@ -189,25 +189,30 @@ def model_of(experiment: Experiment, data: Dataset, method: Method) -> Split:
     path = start_file(experiment)
     about, tree = about_of(path), read_weights(path)
     if about is not None:
-        _check_start(about, experiment, data)
+        _check_start(about, path, experiment, data)
     variant = about is not None and about.method is not None and network.state_dict().keys() != tree.keys()
     model = varied(network)
     try:
         put_weights(model if variant else network, tree, path)
     except DataError as error:
         trained = f"; it was trained by --method {about.method}" if about is not None and about.method else ""
-        raise UsageError(f"start is {experiment.start!r}, which does not fit: {error}{trained}") from None
-    return model if variant else varied(network)
+        raise UsageError(f"start is {path}, which does not fit: {error}{trained}") from None
+    if variant:
+        return model
+    model = varied(network)
+    if not torch.equal(linear(network.classifier).weight, linear(model.classifier).weight):
+        log.warning("start is %s, whose classifier is not taken over: %s has its own", path, experiment.method)
+    return model
 
 
-def _check_start(about: About, experiment: Experiment, data: Dataset) -> None:
+def _check_start(about: About, path: Path, experiment: Experiment, data: Dataset) -> None:
     """Refuse a start that was made for other classes, or that training can't go on with; note other inputs."""
-    where = f"start is {experiment.start!r}"
+    where = f"start is {path}"
     if about.classes != data.classes:
         raise UsageError(f"{where}, which has {about.classes} classes, but {experiment.data} has {data.classes}: give "
                          "the model of a run on such data")  # fmt: skip
     if about.labels is not None:
-        check_labels(Known(experiment.start, about.labels), Known(experiment.data, data.labels))
+        check_labels(Known(str(path), about.labels), Known(experiment.data, data.labels))
     if about.transform != "identity":
         raise UsageError(
             f"{where}, whose classifier stands behind the transform {about.transform}, and training can't go on with "
@@ -224,10 +229,13 @@ START = re.compile(r"(.+)@([0-9a-f]{16})")
 
 
 def pinned(start: str) -> str:
-    """A start with the digest of its file, path@digest, so that a run can't go on from another: see `start_file`."""
-    if start == "none" or START.fullmatch(start):
-        return start
+    """A start with the digest of its file, path@digest, so that a run can't go on from another: see `start_file`.
+
+    What looks like that already stays as it is, unless it is the whole name of something that is there.
+    """
     place = Path(start).expanduser()
+    if start == "none" or (START.fullmatch(start) and not place.exists()):
+        return start
     path = file_of_run(place) if place.is_dir() else place
     if not path.is_file():
         raise UsageError(f"start is {start!r}: give a file of weights, or the folder of a run")

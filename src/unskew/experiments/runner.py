@@ -224,13 +224,12 @@ class _Run:
         """Make all that the experiment names; what can't be meant is refused."""
         experiment = self.experiment
         self.makers, self.ways, method = calibrators_of(experiment), ways_of(experiment), method_of(experiment)
-        given = {"schedule": lookup("schedule", experiment.schedule, schedules)(),
-                 "recalibrate": recalibration_of(experiment)}  # fmt: skip
+        given = settings_of(experiment)
         data = shelf.load(experiment)
         experiment, model = resolve_auto(experiment, data, method)
         self.save = Saver(experiment, data)
         federation = federation_of(experiment, shelf.on(data, experiment.device))
-        self.training = _training(experiment, model, federation, method.algorithm, given)
+        self.training = training_of(experiment, model, federation, method.algorithm, given)
         self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
         _refuse(experiment, self.local, bool(self.makers), [parse(spec)[0] for spec in self.ways])
         free = alone and ranks()[0] == 0 and not holds_run(self.out)  # nobody else says which engine and lanes
@@ -321,7 +320,15 @@ class _Run:
         return speed
 
 
-def _training(
+def settings_of(experiment: Experiment) -> dict[str, Any]:
+    """The settings of a training that its experiment only names."""
+    return {
+        "schedule": lookup("schedule", experiment.schedule, schedules)(),
+        "recalibrate": recalibration_of(experiment),
+    }
+
+
+def training_of(
     experiment: Experiment, model: Split, federation: Federation, algorithm: Algorithm, given: dict[str, Any]
 ) -> Training:
     """The training of an experiment; refuse a network or crops that do not fit the data."""
