@@ -401,7 +401,7 @@ def test_impossible_numbers_are_refused():
 
 def test_sites_that_are_implausible_beside_others_stop_it_unless_accepted():
     odd = {**DATA, "b": [(1000 * x, y) for x, y in DATA["b"]]}
-    with pytest.raises(DataError, match="b: scale"):
+    with pytest.raises(DataError, match=r"b: scale.*accept it by name: --accept b \(accept=, in Python\)"):
         talk(serve(MODEL, NAMES, TASK, require=1), asking(data=odd))
     result = talk(serve(MODEL, NAMES, TASK, accept=["b"]), asking(data=odd))
     assert any(note.startswith("b: scale") for note in result.notes)
@@ -541,6 +541,21 @@ def test_other_bytes_are_no_messages(content):
     for read in (read_request, read_reply):
         with pytest.raises(DataError):
             read(content)
+
+
+@pytest.mark.parametrize(("content", "begins"), [(b"", "it is empty"), (b"\x89PNG\r\n", "it begins with b'.x89PNG")])
+def test_bytes_that_no_site_sends_are_told_as_such(content, begins):
+    with pytest.raises(DataError, match=f"b: none of the messages that a site can send.*{begins}"):
+        read_reply(content, "b")
+
+
+def test_refusals_name_no_file_that_is_not_there():
+    other = reply(replace(TASK, nonce="0" * 32), MODEL, DATA["b"])
+    plain = reply(replace(TASK, hold_out=0.0), MODEL, DATA["b"])
+    for said in (other, plain):
+        result = talk(serve(MODEL, NAMES, TASK, require=3), asking(only("b", Task, lambda _, said=said: [said])))
+        assert "task.toml" not in str(result)
+        assert "the task" in str(result)
 
 
 def test_heads_of_another_conversation_are_refused_by_the_site():

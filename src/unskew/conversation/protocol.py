@@ -55,7 +55,7 @@ from unskew.statistics.scrutiny import WARN, Summary
 
 HOLD_OUT = 0.2  # of each site's examples, unless a task says otherwise
 
-TASK = "task.toml"  # as a refusal calls it
+TASK = "the task"  # as a refusal calls it
 
 Replies: TypeAlias = Iterable[tuple[str, Sent]]
 

@@ -364,7 +364,7 @@ def check_header(task: Task, path: object, file: object, header: Header) -> None
     for mine, told in pairs:
         if mine != told:
             raise DataError(
-                f"{file} has {mine}, but {path} asks for {told}: let the site collect again, with --task {path}"
+                f"{file} has {mine}, but {path} asks for {told}: let the site collect again, for that task (--task)"
             )
 
 
@@ -373,7 +373,8 @@ def check_nonce(task: Task, path: object, file: object, nonce: str | None) -> No
     if nonce != task.nonce:
         made = "without a task" if nonce is None else f"for another task, of nonce {nonce[:8]}..."
         raise DataError(
-            f"{file}: made {made}, but {path} has the nonce {task.nonce[:8]}...: let whoever sent it use --task {path}"
+            f"{file}: made {made}, but {path} has the nonce {task.nonce[:8]}...: let whoever sent it use that task "
+            "(--task)"
         )
 
 
