@@ -362,6 +362,51 @@ def test_a_site_that_was_absent_at_first_is_not_asked_again():
     assert second.expected == second.answered == ("a", "c", "d")
 
 
+class Loader:
+    """Batches that can't be read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        raise self.error
+
+
+def test_a_site_of_a_simulation_that_raises_has_failed():
+    data = {**DATA, "b": Loader(ValueError("no such column"))}
+    result = talk(serve(MODEL, NAMES, TASK, require=3), in_process(MODEL, data))
+    assert result.rosters[0].absent == {"b": ("failed", "ValueError: no such column")}
+    with pytest.raises(KeyboardInterrupt):
+        talk(serve(MODEL, NAMES, TASK, require=3), in_process(MODEL, {**DATA, "b": Loader(KeyboardInterrupt())}))
+
+
+def test_a_request_tells_whom_it_is_for():
+    asked, ask = [], asking(only("b", Task, FAULTS["missing"]))
+    talk(serve(MODEL, NAMES, TASK, require=3), lambda request: asked.append(request) or ask(request))
+    assert [request.sites for request in asked] == [NAMES, ("a", "c", "d")]
+    assert [read_request(request.to_bytes()).sites for request in asked] == [(), ()]
+
+
+def test_a_simulation_asks_only_whom_a_request_is_for():
+    ask = in_process(MODEL, {**DATA, "b": Loader(ValueError("gone")), "e": examples(seed=9)})
+    heard = []
+    result = talk(serve(MODEL, NAMES, TASK, require=3), lambda request: heard.append(dict(ask(request))) or heard[-1])
+    assert [tuple(said) for said in heard] == [NAMES, ("a", "c", "d")]
+    assert not result.rosters[0].strangers
+
+
+def test_a_share_is_of_those_who_took_part_at_first():
+    """0.75 of four sites are three; of those three all, since two would be fewer than 0.75."""
+
+    def change(site, request, said):
+        gone = {Task: ["b"], Candidates: ["c"]}[type(request)]
+        return [] if site in gone else [said]
+
+    with pytest.raises(DataError, match=r"answers: 2 of 3 sites; c: missing.*require is 0.75, which takes 3"):
+        talk(serve(MODEL, NAMES, TASK, require=0.75), asking(change))
+    assert talk(serve(MODEL, NAMES, TASK, require=0.6), asking(change)).rosters[1].answered == ("a", "d")
+
+
 REFUSED = {
     "another task": lambda said, ask: reply(replace(TASK, nonce="0" * 32), MODEL, DATA["b"]),
     "other weights": lambda said, ask: reply(ask, Split(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)), DATA["b"]),

@@ -9,7 +9,7 @@ lost a reply hands over a `Fault` in its place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from unskew.conversation.answers import Answer
@@ -65,6 +65,7 @@ class Candidates:
     """A file of candidate heads: what a server asks sites to score."""
 
     content: bytes
+    sites: tuple[str, ...] = field(default=(), compare=False)  # whom it is for, not in its bytes; empty: nobody says
 
     def to_bytes(self) -> bytes:
         """The file."""

@@ -37,10 +37,10 @@ from unskew.conversation.calibrating import (
 )
 from unskew.conversation.errands import Batches, answer_of, collected, form_within, scores_of
 from unskew.conversation.heads_file import Heads, heads_bytes
-from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
+from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Late, Require, Roster, Sent, Taken, needed
 from unskew.conversation.tasks import Task, check_header
-from unskew.errors import DataError, UnskewError, UsageError, expect
+from unskew.errors import DataError, UnskewError, UsageError, expect, one_line
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
 from unskew.models.transforms import Transform
@@ -158,14 +158,18 @@ def serve(
 
     `sites` are the names of those who are asked, as the transport knows them. The `task` says which statistics they
     collect; without one a fifth of their examples is held out. Unless `validated` is False, sites score candidate heads
-    on that part, and the best is taken: the old one, if no other is better. `require` says how many sites must reply
-    each time: "all", a share such as 0.8, or a number.
+    on that part, and the best is taken: the old one, if no other is better. Each request has the names of those whom it
+    is for: `request.sites`.
+
+    `require` says how many sites must reply each time: "all", a share such as 0.8, or a number; 1 is one site, 1.0 all.
+    The second request is for those who answered the first, and a share is then one of those.
 
     `robust` caps what one site can do, and then holds all statistics until the last has come. Sites that are
-    implausible beside the others stop the conversation unless they are among `accept`. With `keys`, what a site has not
-    signed under its own name is refused; `key` signs the heads. `prior` is the mix of classes expected in use, and
-    `fresh` tells that the model's head is new. Where nobody says what the inputs are, the first site's word counts.
-    Statistics are added in the order in which they come: another order can change the last digits.
+    implausible beside the others stop the conversation unless they are among `accept`, whatever `require` says: that is
+    seen when all have come, and their statistics are in the sum already. With `keys`, what a site has not signed under
+    its own name is refused; `key` signs the heads. `prior` is the mix of classes expected in use, and `fresh` tells
+    that the model's head is new. Where nobody says what the inputs are, the first site's word counts. Statistics are
+    added in the order in which they come: another order can change the last digits.
 
     >>> server = serve(Split(torch.nn.Identity(), torch.nn.Linear(2, 3)), ["a", "b"], Task(form="pooled", hold_out=0.2))
     >>> next(server).hold_out
@@ -187,7 +191,7 @@ def serve(
 
     _check_able(plan, task, validated)
     gathering = _Gathering(model, task, accept, keys, plan, whole=validated, robust=robust)
-    replies = yield task
+    replies = yield replace(task, sites=roster.expected)
     _hear(roster, replies, gathering.add)
     roster.check(require)
     material = gathering.material(prior, next(model.classifier.parameters()).device)
@@ -206,7 +210,7 @@ def serve(
     if not asked:
         raise DataError("no site has held out an example to score heads on: raise hold_out, or give validated=False")
     second = Roster("answers", asked, idle)
-    replies = yield request
+    replies = yield replace(request, sites=second.expected)
     _hear(second, replies, hearing.add)
     second.check(require if not isinstance(require, int) else min(require, len(asked) + len(idle)))
     found = validate(hearing.counts, prior)
@@ -375,6 +379,7 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
 
 def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request], Replies]:
     """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice.
+    A site whose batches raise an error has failed.
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> ask = in_process(model, {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]})
@@ -384,12 +389,14 @@ def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request],
     sent: dict[str, Statistics] = {}
 
     def ask(request: Request) -> Iterator[tuple[str, Sent]]:
-        for site, batches in data.items():
+        for site in [site for site in data if site in (request.sites or data)]:
+            said: Sent
             try:
-                said = reply(request, model, batches, sent.get(site))
+                said = reply(request, model, data[site], sent.get(site))
             except UnskewError as error:
-                yield site, error
-                continue
+                said = error
+            except Exception as error:  # what a site's batches can raise is no closed list
+                said = Fault("failed", one_line(error))
             if isinstance(said, Statistics):
                 sent[site] = said
             yield site, said

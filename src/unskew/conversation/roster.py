@@ -130,10 +130,11 @@ class Roster:
 
 
 def needed(require: Require, sites: int) -> int:
-    """How many of some sites must answer.
+    """How many of some sites must answer. A whole number is a number of sites, a float is a share: 1 is one site, 1.0
+    is all. The sites are those who were asked: of answers, those who have sent statistics.
 
-    >>> needed("all", 10), needed(0.75, 10), needed(3, 10)
-    (10, 8, 3)
+    >>> needed("all", 10), needed(0.75, 10), needed(3, 10), needed(1, 10), needed(1.0, 10)
+    (10, 8, 3, 1, 10)
     """
     if require == "all":
         return sites

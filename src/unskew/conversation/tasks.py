@@ -63,6 +63,7 @@ class Task:
     hold_out: float = 0.0
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files that it names
     nonce: str = field(default_factory=new_nonce)  # which no other task has: what was made for one serves no other
+    sites: tuple[str, ...] = field(default=(), compare=False)  # whom `serve` asks, not in its bytes; empty: nobody says
 
     def __post_init__(self) -> None:
         self._check_kinds()
