@@ -4,6 +4,7 @@ import copy
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -623,10 +624,20 @@ def test_a_budget_chooses_form_and_precision():
 # ---------------------------------------------------------------------------------------------- policy
 
 
-@pytest.mark.parametrize("require", ["most", 0, 0.0, 1.1, -1, 5, True, None, "0.8"])
+ODD = ["most", 0, 0.0, 1.1, -1, 5, True, None, "0.8", np.True_, np.int64(5), np.ones(2)]
+
+
+@pytest.mark.parametrize("require", ODD, ids=repr)
 def test_a_policy_that_can_not_be_meant(require):
     with pytest.raises(UsageError, match="require is"):
         next(serve(MODEL, NAMES, TASK, require=require))
+
+
+@pytest.mark.parametrize("number", [3, np.int64(3), np.uint8(3)], ids=repr)
+def test_any_whole_number_is_a_number_of_sites(number):
+    for phase in PHASES:
+        ask = asking(only("b", phase, FAULTS["missing"]))
+        assert "3 of" in str(talk(serve(MODEL, NAMES, TASK, require=number), ask))
 
 
 @given(st.floats(0.01, 1.0), st.integers(1, 50))
@@ -637,7 +648,7 @@ def test_a_share_is_never_fewer_than_it_says(share, sites):
     assert 1 <= least <= sites
 
 
-@pytest.mark.parametrize("sites", [[], ["a", "a"], [1, 2], [""]])
+@pytest.mark.parametrize("sites", [[], ["a", "a"], [1, 2], [""], None, 3, "ab"])
 def test_sites_are_named_once(sites):
     with pytest.raises(UsageError, match="sites"):
         Roster("statistics", sites)
@@ -662,3 +673,44 @@ def test_what_can_not_come_to_anything_is_refused_before_sites_are_asked(form, v
     task = Task(form=form, hold_out=0.25 if validated else 0.0)
     with pytest.raises(UsageError, match=words):
         next(serve(MODEL, NAMES, task, calibrator=calibrator, validated=validated))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"task": "task.toml"}, "task is str, not Task: read a file by Task.from_bytes"),
+        ({"accept": ["zz"]}, "accept names 'zz', which is none of the sites: a, b, c, d"),
+        ({"accept": "a"}, "accept is 'a': give a list"),
+        ({"accept": None}, "accept is None: give a list"),
+        ({"prior": [1, 1]}, r"prior is \[1, 1\]: it must be 3 numbers"),
+        ({"prior": "uniform"}, "prior is 'uniform': it must be 3 numbers"),
+        ({"prior": [0, 0, 0]}, "not all 0"),
+        ({"prior": [1, 1, float("nan")]}, "of 0 or more"),
+    ],
+)
+def test_arguments_that_can_not_be_meant(options, words):
+    with pytest.raises(UsageError, match=words):
+        next(serve(MODEL, NAMES, **{"task": TASK, **options}))
+
+
+@pytest.mark.parametrize("prior", [[1, 1, 2], (1, 1, 2), np.array([1, 1, 2])], ids=repr)
+def test_a_prior_can_be_a_list(prior):
+    expected, result = (
+        talk(serve(MODEL, NAMES, TASK, calibrator="lda", prior=given), asking())
+        for given in (torch.tensor([1.0, 1.0, 2.0]), prior)
+    )
+    assert torch.equal(result.model.classifier.weight, expected.model.classifier.weight)
+    assert torch.equal(result.model.classifier.bias, expected.model.classifier.bias)
+
+
+def test_what_is_no_request_model_or_transport_is_refused():
+    with pytest.raises(UsageError, match="request is int: give the bytes"):
+        reply(5, MODEL, DATA["a"])
+    with pytest.raises(UsageError, match="sent is bytes: .*Statistics"):
+        reply(MESSAGES["heads"], MODEL, DATA["a"], b"before")
+    with pytest.raises(UsageError, match="model is Identity, not Split"):
+        in_process(nn.Identity(), DATA)
+    with pytest.raises(UsageError, match="data is list, not Mapping: give the batches of each site by its name"):
+        in_process(MODEL, [DATA["a"]])
+    with pytest.raises(UsageError, match="what ask has given is NoneType: let it give pairs"):
+        talk(serve(MODEL, NAMES, TASK), lambda request: None)
