@@ -4,6 +4,7 @@ import copy
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -362,6 +363,51 @@ def test_a_site_that_was_absent_at_first_is_not_asked_again():
     assert second.expected == second.answered == ("a", "c", "d")
 
 
+class Loader:
+    """Batches that can't be read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __iter__(self):
+        raise self.error
+
+
+def test_a_site_of_a_simulation_that_raises_has_failed():
+    data = {**DATA, "b": Loader(ValueError("no such column"))}
+    result = talk(serve(MODEL, NAMES, TASK, require=3), in_process(MODEL, data))
+    assert result.rosters[0].absent == {"b": ("failed", "ValueError: no such column")}
+    with pytest.raises(KeyboardInterrupt):
+        talk(serve(MODEL, NAMES, TASK, require=3), in_process(MODEL, {**DATA, "b": Loader(KeyboardInterrupt())}))
+
+
+def test_a_request_tells_whom_it_is_for():
+    asked, ask = [], asking(only("b", Task, FAULTS["missing"]))
+    talk(serve(MODEL, NAMES, TASK, require=3), lambda request: asked.append(request) or ask(request))
+    assert [request.sites for request in asked] == [NAMES, ("a", "c", "d")]
+    assert [read_request(request.to_bytes()).sites for request in asked] == [(), ()]
+
+
+def test_a_simulation_asks_only_whom_a_request_is_for():
+    ask = in_process(MODEL, {**DATA, "b": Loader(ValueError("gone")), "e": examples(seed=9)})
+    heard = []
+    result = talk(serve(MODEL, NAMES, TASK, require=3), lambda request: heard.append(dict(ask(request))) or heard[-1])
+    assert [tuple(said) for said in heard] == [NAMES, ("a", "c", "d")]
+    assert not result.rosters[0].strangers
+
+
+def test_a_share_is_of_those_who_took_part_at_first():
+    """0.75 of four sites are three; of those three all, since two would be fewer than 0.75."""
+
+    def change(site, request, said):
+        gone = {Task: ["b"], Candidates: ["c"]}[type(request)]
+        return [] if site in gone else [said]
+
+    with pytest.raises(DataError, match=r"answers: 2 of 3 sites; c: missing.*require is 0.75, which takes 3"):
+        talk(serve(MODEL, NAMES, TASK, require=0.75), asking(change))
+    assert talk(serve(MODEL, NAMES, TASK, require=0.6), asking(change)).rosters[1].answered == ("a", "d")
+
+
 REFUSED = {
     "another task": lambda said, ask: reply(replace(TASK, nonce="0" * 32), MODEL, DATA["b"]),
     "other weights": lambda said, ask: reply(ask, Split(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)), DATA["b"]),
@@ -401,7 +447,7 @@ def test_impossible_numbers_are_refused():
 
 def test_sites_that_are_implausible_beside_others_stop_it_unless_accepted():
     odd = {**DATA, "b": [(1000 * x, y) for x, y in DATA["b"]]}
-    with pytest.raises(DataError, match="b: scale"):
+    with pytest.raises(DataError, match=r"b: scale.*accept it by name: --accept b \(accept=, in Python\)"):
         talk(serve(MODEL, NAMES, TASK, require=1), asking(data=odd))
     result = talk(serve(MODEL, NAMES, TASK, accept=["b"]), asking(data=odd))
     assert any(note.startswith("b: scale") for note in result.notes)
@@ -543,6 +589,21 @@ def test_other_bytes_are_no_messages(content):
             read(content)
 
 
+@pytest.mark.parametrize(("content", "begins"), [(b"", "it is empty"), (b"\x89PNG\r\n", "it begins with b'.x89PNG")])
+def test_bytes_that_no_site_sends_are_told_as_such(content, begins):
+    with pytest.raises(DataError, match=f"b: none of the messages that a site can send.*{begins}"):
+        read_reply(content, "b")
+
+
+def test_refusals_name_no_file_that_is_not_there():
+    other = reply(replace(TASK, nonce="0" * 32), MODEL, DATA["b"])
+    plain = reply(replace(TASK, hold_out=0.0), MODEL, DATA["b"])
+    for said in (other, plain):
+        result = talk(serve(MODEL, NAMES, TASK, require=3), asking(only("b", Task, lambda _, said=said: [said])))
+        assert "task.toml" not in str(result)
+        assert "the task" in str(result)
+
+
 def test_heads_of_another_conversation_are_refused_by_the_site():
     other = reply(Task(form="pooled", hold_out=0.25), MODEL, DATA["a"])
     with pytest.raises(DataError, match="another conversation"):
@@ -563,10 +624,20 @@ def test_a_budget_chooses_form_and_precision():
 # ---------------------------------------------------------------------------------------------- policy
 
 
-@pytest.mark.parametrize("require", ["most", 0, 0.0, 1.1, -1, 5, True, None, "0.8"])
+ODD = ["most", 0, 0.0, 1.1, -1, 5, True, None, "0.8", np.True_, np.int64(5), np.ones(2)]
+
+
+@pytest.mark.parametrize("require", ODD, ids=repr)
 def test_a_policy_that_can_not_be_meant(require):
     with pytest.raises(UsageError, match="require is"):
         next(serve(MODEL, NAMES, TASK, require=require))
+
+
+@pytest.mark.parametrize("number", [3, np.int64(3), np.uint8(3)], ids=repr)
+def test_any_whole_number_is_a_number_of_sites(number):
+    for phase in PHASES:
+        ask = asking(only("b", phase, FAULTS["missing"]))
+        assert "3 of" in str(talk(serve(MODEL, NAMES, TASK, require=number), ask))
 
 
 @given(st.floats(0.01, 1.0), st.integers(1, 50))
@@ -577,7 +648,7 @@ def test_a_share_is_never_fewer_than_it_says(share, sites):
     assert 1 <= least <= sites
 
 
-@pytest.mark.parametrize("sites", [[], ["a", "a"], [1, 2], [""]])
+@pytest.mark.parametrize("sites", [[], ["a", "a"], [1, 2], [""], None, 3, "ab"])
 def test_sites_are_named_once(sites):
     with pytest.raises(UsageError, match="sites"):
         Roster("statistics", sites)
@@ -602,3 +673,44 @@ def test_what_can_not_come_to_anything_is_refused_before_sites_are_asked(form, v
     task = Task(form=form, hold_out=0.25 if validated else 0.0)
     with pytest.raises(UsageError, match=words):
         next(serve(MODEL, NAMES, task, calibrator=calibrator, validated=validated))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"task": "task.toml"}, "task is str, not Task: read a file by Task.from_bytes"),
+        ({"accept": ["zz"]}, "accept names 'zz', which is none of the sites: a, b, c, d"),
+        ({"accept": "a"}, "accept is 'a': give a list"),
+        ({"accept": None}, "accept is None: give a list"),
+        ({"prior": [1, 1]}, r"prior is \[1, 1\]: it must be 3 numbers"),
+        ({"prior": "uniform"}, "prior is 'uniform': it must be 3 numbers"),
+        ({"prior": [0, 0, 0]}, "not all 0"),
+        ({"prior": [1, 1, float("nan")]}, "of 0 or more"),
+    ],
+)
+def test_arguments_that_can_not_be_meant(options, words):
+    with pytest.raises(UsageError, match=words):
+        next(serve(MODEL, NAMES, **{"task": TASK, **options}))
+
+
+@pytest.mark.parametrize("prior", [[1, 1, 2], (1, 1, 2), np.array([1, 1, 2])], ids=repr)
+def test_a_prior_can_be_a_list(prior):
+    expected, result = (
+        talk(serve(MODEL, NAMES, TASK, calibrator="lda", prior=given), asking())
+        for given in (torch.tensor([1.0, 1.0, 2.0]), prior)
+    )
+    assert torch.equal(result.model.classifier.weight, expected.model.classifier.weight)
+    assert torch.equal(result.model.classifier.bias, expected.model.classifier.bias)
+
+
+def test_what_is_no_request_model_or_transport_is_refused():
+    with pytest.raises(UsageError, match="request is int: give the bytes"):
+        reply(5, MODEL, DATA["a"])
+    with pytest.raises(UsageError, match="sent is bytes: .*Statistics"):
+        reply(MESSAGES["heads"], MODEL, DATA["a"], b"before")
+    with pytest.raises(UsageError, match="model is Identity, not Split"):
+        in_process(nn.Identity(), DATA)
+    with pytest.raises(UsageError, match="data is list, not Mapping: give the batches of each site by its name"):
+        in_process(MODEL, [DATA["a"]])
+    with pytest.raises(UsageError, match="what ask has given is NoneType: let it give pairs"):
+        talk(serve(MODEL, NAMES, TASK), lambda request: None)

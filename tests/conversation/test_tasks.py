@@ -274,6 +274,35 @@ def test_a_task_that_was_spoilt_is_refused(tmp_path, text, message):
     assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"form": 5}, "form is int, not str"),
+        ({"model": None}, "model is NoneType, not str"),
+        ({"transform": 5}, "transform is int, not str"),
+        ({"hold_out": "a"}, "hold_out is str, not a number: it must be at least 0 and below 1"),
+        ({"hold_out": None}, "hold_out is NoneType, not a number"),
+        ({"classes": 2.5}, "classes is 2.5: it must be 2 or more, and whole"),
+        ({"classes": "3"}, "classes is str, not a number"),
+        ({"labels": "abc"}, "labels is 'abc': it must be a list of names"),
+        ({"labels": [1, 2]}, r"labels is \[1, 2\]: it must be a list of names"),
+        ({"budget": "x"}, "budget is 'x': give a size such as 500kB"),
+        ({"budget": 5000}, "budget is int, not str"),
+        ({"preparation": "resize=8"}, "preparation is str, not Preparation"),
+        ({"files": ["net.py"]}, "files is list, not Mapping"),
+    ],
+    ids=repr,
+)
+def test_fields_that_can_not_be_meant(fields, message):
+    with pytest.raises(UsageError, match=message):
+        Task(**fields)
+
+
+def test_labels_can_be_a_list():
+    task = Task(labels=["cat", "dog"])
+    assert Task.from_bytes(task.to_bytes()) == task
+
+
 def test_what_is_no_task_is_refused(tmp_path):
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
     for name, message in (

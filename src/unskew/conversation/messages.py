@@ -9,12 +9,13 @@ lost a reply hands over a `Fault` in its place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from unskew.conversation.answers import Answer
 from unskew.conversation.heads_file import Heads, read_heads
 from unskew.conversation.tasks import Task
+from unskew.errors import DataError
 from unskew.files.signing import Key
 from unskew.files.streams import Reader
 from unskew.files.untrusted import Content, reading
@@ -64,6 +65,7 @@ class Candidates:
     """A file of candidate heads: what a server asks sites to score."""
 
     content: bytes
+    sites: tuple[str, ...] = field(default=(), compare=False)  # whom it is for, not in its bytes; empty: nobody says
 
     def to_bytes(self) -> bytes:
         """The file."""
@@ -103,6 +105,10 @@ def read_request(content: bytes, where: str = "request") -> Request:
 
 def read_reply(content: bytes, where: str = "reply") -> Reply:
     """The reply that some bytes are."""
+    if not _is_tensors(content) and not content.startswith(b"{"):
+        begins = f"it begins with {content[:8]!r}" if content else "it is empty"
+        raise DataError(f"{where}: none of the messages that a site can send, statistics and answers: {begins}. Hand "
+                        "over the bytes of its reply as they are")  # fmt: skip
     return Statistics.from_bytes(content, where) if _is_tensors(content) else Answer.from_bytes(content, where)
 
 

@@ -15,10 +15,12 @@ nothing where a reply did not come. What that means is decided by the `Roster`.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from unskew.calibration.calibrator import Calibrator, with_classifier
@@ -37,10 +39,10 @@ from unskew.conversation.calibrating import (
 )
 from unskew.conversation.errands import Batches, answer_of, collected, form_within, scores_of
 from unskew.conversation.heads_file import Heads, heads_bytes
-from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
-from unskew.conversation.roster import Late, Require, Roster, Sent, Taken, needed
+from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
+from unskew.conversation.roster import Bytes, Late, Require, Roster, Sent, Taken, needed
 from unskew.conversation.tasks import Task, check_header
-from unskew.errors import DataError, UnskewError, UsageError, expect
+from unskew.errors import DataError, UnskewError, UsageError, expect, one_line
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
 from unskew.models.transforms import Transform
@@ -55,7 +57,7 @@ from unskew.statistics.scrutiny import WARN, Summary
 
 HOLD_OUT = 0.2  # of each site's examples, unless a task says otherwise
 
-TASK = "task.toml"  # as a refusal calls it
+TASK = "the task"  # as a refusal calls it
 
 Replies: TypeAlias = Iterable[tuple[str, Sent]]
 
@@ -64,7 +66,7 @@ Replies: TypeAlias = Iterable[tuple[str, Sent]]
 
 
 def reply(
-    request: Request | bytes,
+    request: Request | Bytes,
     model: Split,
     batches: Batches,
     sent: Statistics | str | None = None,
@@ -83,15 +85,20 @@ def reply(
     >>> said.header.examples
     10
     """
-    request = read_request(request) if isinstance(request, bytes) else request
+    request = read_request(bytes(request)) if isinstance(request, Bytes) else request
+    if not isinstance(request, Request):
+        raise UsageError(f"request is {type(request).__name__}: give the bytes that the server has sent, or its Task "
+                         "or Candidates")  # fmt: skip
     expect("model", model, Split, "cut it first: split(module, example)")
     if isinstance(request, Task):
         return _statistics(request, model, batches, key)
     heads = request.heads(model)
     if server is not None:
         check_signed("heads", heads.signed, server)
-    if sent is None:
-        raise UsageError("sent is None: an answer to heads needs what this site has sent before, or its digest")
+    if not isinstance(sent, Statistics | str):
+        given = None if sent is None else type(sent).__name__
+        raise UsageError(f"sent is {given}: an answer to heads needs the Statistics that this site has sent before, or "
+                         "their digest")  # fmt: skip
     if isinstance(sent, Statistics) and heads.signed.nonce != sent.header.origin.nonce:
         raise DataError("these heads are of another conversation than the statistics that this site has sent")
     hold_out = heads.hold_out or 0.0
@@ -148,7 +155,7 @@ def serve(
     require: Require = "all",
     robust: bool = False,
     accept: Sequence[str] = (),
-    prior: Tensor | None = None,
+    prior: Tensor | Sequence[float] | None = None,
     keys: Sites | None = None,
     key: Key | None = None,
     fresh: bool = False,
@@ -158,14 +165,18 @@ def serve(
 
     `sites` are the names of those who are asked, as the transport knows them. The `task` says which statistics they
     collect; without one a fifth of their examples is held out. Unless `validated` is False, sites score candidate heads
-    on that part, and the best is taken: the old one, if no other is better. `require` says how many sites must reply
-    each time: "all", a share such as 0.8, or a number.
+    on that part, and the best is taken: the old one, if no other is better. Each request has the names of those whom it
+    is for: `request.sites`.
+
+    `require` says how many sites must reply each time: "all", a share such as 0.8, or a number; 1 is one site, 1.0 all.
+    The second request is for those who answered the first, and a share is then one of those.
 
     `robust` caps what one site can do, and then holds all statistics until the last has come. Sites that are
-    implausible beside the others stop the conversation unless they are among `accept`. With `keys`, what a site has not
-    signed under its own name is refused; `key` signs the heads. `prior` is the mix of classes expected in use, and
-    `fresh` tells that the model's head is new. Where nobody says what the inputs are, the first site's word counts.
-    Statistics are added in the order in which they come: another order can change the last digits.
+    implausible beside the others stop the conversation unless they are among `accept`, whatever `require` says: that is
+    seen when all have come, and their statistics are in the sum already. With `keys`, what a site has not signed under
+    its own name is refused; `key` signs the heads. `prior` is the mix of classes expected in use, and `fresh` tells
+    that the model's head is new. Where nobody says what the inputs are, the first site's word counts. Statistics are
+    added in the order in which they come: another order can change the last digits.
 
     >>> server = serve(Split(torch.nn.Identity(), torch.nn.Linear(2, 3)), ["a", "b"], Task(form="pooled", hold_out=0.2))
     >>> next(server).hold_out
@@ -176,21 +187,24 @@ def serve(
     """
     expect("model", model, Split, "cut it first: split(module, example)")
     task = Task(form="pooled", hold_out=HOLD_OUT) if task is None else task
+    expect("task", task, Task, "read a file by Task.from_bytes(path.read_bytes())")
     if validated and not task.hold_out:
         raise UsageError("hold_out of the task is 0: hold a part out to validate heads on, or give validated=False")
     roster = Roster("statistics", sites)
     needed(require, len(roster.expected))
+    accept = _accepted(accept, roster.expected)
+    mix = _mix(prior, model.classes)
 
     def plan(form: str) -> Plan:
         return plan_for(calibrator, [form], Transform(task.transform).name, model.classifier, robust=robust,
-                        prior=prior is not None)  # fmt: skip
+                        prior=mix is not None)  # fmt: skip
 
     _check_able(plan, task, validated)
     gathering = _Gathering(model, task, accept, keys, plan, whole=validated, robust=robust)
-    replies = yield task
+    replies = yield replace(task, sites=roster.expected)
     _hear(roster, replies, gathering.add)
     roster.check(require)
-    material = gathering.material(prior, next(model.classifier.parameters()).device)
+    material = gathering.material(mix, next(model.classifier.parameters()).device)
     if not validated:
         new = make_head(calibrator, material, model.classifier, seed)
         name = gathering.plan.wanted.name
@@ -206,13 +220,36 @@ def serve(
     if not asked:
         raise DataError("no site has held out an example to score heads on: raise hold_out, or give validated=False")
     second = Roster("answers", asked, idle)
-    replies = yield request
+    replies = yield replace(request, sites=second.expected)
     _hear(second, replies, hearing.add)
-    second.check(require if not isinstance(require, int) else min(require, len(asked) + len(idle)))
-    found = validate(hearing.counts, prior)
+    second.check(require)
+    found = validate(hearing.counts, mix)
     notes = (*gathering.notes, *(_alone(site, other) for site, other in found.deciding.items()))
     chosen = with_classifier(model, hearing.heads.modules[found.best])
     return Result(chosen, found.best, material.stats, (roster, second), found, notes)
+
+
+def _accepted(accept: Iterable[str], sites: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of sites to accept; refused are those whom nobody asks."""
+    if isinstance(accept, str) or not isinstance(accept, Iterable):
+        raise UsageError(f"accept is {accept!r}: give a list of names of sites")
+    names = tuple(accept)
+    if unknown := [site for site in names if site not in sites]:
+        raise UsageError(f"accept names {unknown[0]!r}, which is none of the sites: {', '.join(sites)}")
+    return names
+
+
+def _mix(prior: Tensor | Sequence[float] | None, classes: int) -> Tensor | None:
+    """The mix of classes as a tensor; refused where it can be none."""
+    if prior is None:
+        return None
+    try:
+        mix = prior if isinstance(prior, Tensor) else torch.as_tensor(prior, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        mix = None
+    if mix is None or mix.shape != (classes,) or not ((mix >= 0).all() and 0 < mix.sum() < math.inf):
+        raise UsageError(f"prior is {prior!r}: it must be {classes} numbers of 0 or more, not all 0")
+    return mix
 
 
 def _check_able(plan: Callable[[str], Plan], task: Task, validated: bool) -> None:
@@ -234,6 +271,9 @@ def _check_able(plan: Callable[[str], Plan], task: Task, validated: bool) -> Non
 
 def _hear(roster: Roster, replies: Replies, use: Callable[[str, Taken], None]) -> None:
     """Enter replies one by one, as they come."""
+    if not isinstance(replies, Iterable):
+        raise UsageError(f"what ask has given is {type(replies).__name__}: let it give pairs of a site's name and what "
+                         "came from it, or a mapping; an empty one where nothing came")  # fmt: skip
     pairs = replies.items() if isinstance(replies, Mapping) else replies
     for site, sent in pairs:
         roster.take(site, sent, use)
@@ -375,21 +415,26 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
 
 def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request], Replies]:
     """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice.
+    A site whose batches raise an error has failed.
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> ask = in_process(model, {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]})
     >>> [(site, said.header.examples) for site, said in ask(Task(form="pooled"))]
     [('a', 50)]
     """
+    expect("model", model, Split, "cut it first: split(module, example)")
+    expect("data", data, Mapping, "give the batches of each site by its name, {name: batches}")
     sent: dict[str, Statistics] = {}
 
     def ask(request: Request) -> Iterator[tuple[str, Sent]]:
-        for site, batches in data.items():
+        for site in [site for site in data if site in (request.sites or data)]:
+            said: Sent
             try:
-                said = reply(request, model, batches, sent.get(site))
+                said = reply(request, model, data[site], sent.get(site))
             except UnskewError as error:
-                yield site, error
-                continue
+                said = error
+            except Exception as error:  # what a site's batches can raise is no closed list
+                said = Fault("failed", one_line(error))
             if isinstance(said, Statistics):
                 sent[site] = said
             yield site, said

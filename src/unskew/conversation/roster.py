@@ -17,16 +17,18 @@ share such as 0.8, or a number of sites.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from unskew.conversation.answers import Answer
 from unskew.conversation.messages import Fault, Reply, Statistics, read_reply
 from unskew.errors import DataError, UnskewError, UsageError
 from unskew.statistics.moments import FeatureStats
 
-Require: TypeAlias = str | int | float
+Require: TypeAlias = str | float | SupportsIndex
 Taken: TypeAlias = Reply | FeatureStats  # a reply; statistics that this very process has collected are one too
 Bytes: TypeAlias = bytes | bytearray | memoryview
 Sent: TypeAlias = Taken | Bytes | Fault | BaseException | None  # what a transport can hand over for a site
@@ -55,6 +57,8 @@ class Roster:
     def __init__(self, what: str, sites: Iterable[str], excused: Iterable[str] = ()) -> None:
         self.what = what
         self.excused = tuple(excused)  # who has nothing to reply, and counts as if it had
+        if isinstance(sites, str) or not isinstance(sites, Iterable):
+            raise UsageError(f"sites is {sites!r}: give the names of the sites, as a list")
         self.expected = tuple(sites)
         if not self.expected or not all(isinstance(site, str) and site for site in self.expected):
             raise UsageError(f"sites is {self.expected!r}: give the name of at least one site, each a text")
@@ -130,17 +134,20 @@ class Roster:
 
 
 def needed(require: Require, sites: int) -> int:
-    """How many of some sites must answer.
+    """How many of some sites must answer. A whole number is a number of sites, a float is a share: 1 is one site, 1.0
+    is all. The sites are those who were asked: of answers, those who have sent statistics.
 
-    >>> needed("all", 10), needed(0.75, 10), needed(3, 10)
-    (10, 8, 3)
+    >>> needed("all", 10), needed(0.75, 10), needed(3, 10), needed(1, 10), needed(1.0, 10)
+    (10, 8, 3, 1, 10)
     """
-    if require == "all":
+    if isinstance(require, str) and require == "all":
         return sites
-    if isinstance(require, int) and not isinstance(require, bool) and 1 <= require <= sites:
-        return require
     if isinstance(require, float) and 0 < require <= 1:
         return math.ceil(require * sites - 1e-9)
+    if isinstance(require, SupportsIndex) and not isinstance(require, bool):
+        with contextlib.suppress(TypeError):  # an array has the method, and is no number
+            if 1 <= (number := operator.index(require)) <= sites:
+                return number
     raise UsageError(
         f"require is {require!r}: allowed are 'all', a share above 0 and up to 1.0, or a number from 1 to {sites}"
     )

@@ -9,13 +9,15 @@ run only where somebody says that they trust it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from unskew.conversation.errands import bytes_in
 from unskew.data.preparation import Preparation
-from unskew.errors import DataError, UsageError, lookup
+from unskew.errors import DECAY, Allowed, DataError, UsageError, check_number, expect, lookup
 from unskew.files.checksums import checksum_of
 from unskew.files.signing import is_nonce, new_nonce
 from unskew.files.untrusted import Content, Source, read_toml, reading
@@ -35,6 +37,8 @@ SECTIONS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "data": {"labels": list, "preparation": str, "label_column": str},
     "statistics": {"form": str, "precision": str, "budget": str, "transform": str, "hold_out": (int, float)},
 }
+
+_CLASSES: Allowed = (lambda value: 2 <= value < math.inf and value == int(value), "2 or more, and whole")
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,18 @@ class Task:
     hold_out: float = 0.0
     files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of the files that it names
     nonce: str = field(default_factory=new_nonce)  # which no other task has: what was made for one serves no other
+    sites: tuple[str, ...] = field(default=(), compare=False)  # whom `serve` asks, not in its bytes; empty: nobody says
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         for name, value, allowed in (("form", self.form, FORMS), ("precision", self.precision, PRECISIONS)):
             if value is not None:
                 lookup(name, value, {key: key for key in allowed})
         Transform(self.transform)
         if not is_nonce(self.nonce):
             raise UsageError(f"nonce is {self.nonce!r}: it must be 32 digits 0..9, a..f; `unskew task` draws them")
-        if not 0 <= self.hold_out < 1:
-            raise UsageError(f"hold_out is {self.hold_out}: it must be at least 0 and below 1")
-        if self.classes is not None and self.classes < 2:
-            raise UsageError(f"classes is {self.classes}: it must be 2 or more")
+        if self.budget is not None:
+            bytes_in(self.budget)
         if self.labels is not None and not 1 < len(self.labels) == len(set(self.labels)):
             raise UsageError("labels must name two classes or more, each of them once")
         if None not in (self.labels, self.classes) and len(self.labels or ()) != self.classes:
@@ -82,6 +86,21 @@ class Task:
         for name in self.roles.values():
             if name not in self.files:
                 raise UsageError(f"files must give the SHA-256 of {name}: `unskew task` writes it")
+
+    def _check_kinds(self) -> None:
+        """Refuse values of other types than the fields have."""
+        for name in ("model", "transform", "weights", "layer", "label_column", "form", "precision", "budget"):
+            if getattr(self, name) is not None or name in ("model", "transform"):
+                expect(name, getattr(self, name), str, "give a text, or leave it out")
+        expect("preparation", self.preparation, Preparation, "give Preparation(...), or leave it out")
+        expect("files", self.files, Mapping, "give the SHA-256 of each file by its name")
+        check_number("hold_out", self.hold_out, DECAY)
+        if self.classes is not None:
+            check_number("classes", self.classes, _CLASSES)
+        if self.labels is not None:
+            if not isinstance(self.labels, list | tuple) or not all(isinstance(name, str) for name in self.labels):
+                raise UsageError(f"labels is {self.labels!r}: it must be a list of names, as in ('cat', 'dog')")
+            object.__setattr__(self, "labels", tuple(self.labels))
 
     @property
     def code(self) -> list[str]:
@@ -346,7 +365,7 @@ def check_header(task: Task, path: object, file: object, header: Header) -> None
     for mine, told in pairs:
         if mine != told:
             raise DataError(
-                f"{file} has {mine}, but {path} asks for {told}: let the site collect again, with --task {path}"
+                f"{file} has {mine}, but {path} asks for {told}: let the site collect again, for that task (--task)"
             )
 
 
@@ -355,7 +374,8 @@ def check_nonce(task: Task, path: object, file: object, nonce: str | None) -> No
     if nonce != task.nonce:
         made = "without a task" if nonce is None else f"for another task, of nonce {nonce[:8]}..."
         raise DataError(
-            f"{file}: made {made}, but {path} has the nonce {task.nonce[:8]}...: let whoever sent it use --task {path}"
+            f"{file}: made {made}, but {path} has the nonce {task.nonce[:8]}...: let whoever sent it use that task "
+            "(--task)"
         )
 
 

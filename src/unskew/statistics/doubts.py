@@ -139,7 +139,7 @@ def check_plausible(doubts: Sequence[Doubt], accepted: Sequence[str], labels: tu
     remedy = (
         "no data have such moments: ask the site to collect again, or leave the file out"
         if first.severity == IMPOSSIBLE
-        else f"ask the site, leave the file out, or go on with --accept {first.site}"
+        else f"ask the site, leave the file out, or accept it by name: --accept {first.site} (accept=, in Python)"
     )
     raise DataError(f"{first.named(labels)}. {remedy[0].upper()}{remedy[1:]}{also}")
 

@@ -264,7 +264,7 @@ def check_new(path: object, own: Sequence[Part], held: Sequence[tuple[Part, obje
             f"{path}: the same data as {other}{inside}: equal counts and means, whatever precision and form. One of "
             f"the two is a copy, and nothing in them tells which: signatures would (`unskew key new`, --sites). Ask "
             f"both sites, and leave one file out: {path} or {other}. Only if two sites truly have equal data, --accept "
-            f"{path} adds both"
+            f"{path} adds both (accept=, in Python)"
         )
 
 
