@@ -68,7 +68,7 @@ def slow(*values):
         slow({"norm": "batch", "engine": "batched", "augment": True}),
         {"central": True, "steps": 3},
         slow({"method": "scaffold+on_sphere:rows=simplex", "fraction": 0.5}),
-        {"method": "moon", "recalibrate": "ffc:every=2:ridge=1"},
+        slow({"method": "moon", "recalibrate": "ffc:every=2:ridge=1"}),
         {"method": "scaffold", "engine": "lanes", "fraction": 0.5},
     ],
     ids=["server state", "fraction", "batched", "central", "composed", "recalibrated", "lanes"],
@@ -571,6 +571,7 @@ def test_personal_runs(data, tmp_path, method, personal, engine) -> None:
     assert [r.accuracies for r in again if r.kind == "personal"] == [r.accuracies for r in made]
 
 
+@pytest.mark.slow
 def test_a_personal_run_that_stops_goes_on_bit_for_bit(data, tmp_path) -> None:
     experiment = experiment_of(data, method="fedrep", personal="own,head", calibrate="none")
     list(run(experiment, tmp_path / "whole"))
