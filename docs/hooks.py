@@ -13,8 +13,8 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "results/*.md",
-           "examples/*.py", "examples/nvflare/*.py", "examples/nvflare/README.md")  # fmt: skip
+OUTSIDE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/RESULTS.md", "benchmarks/notes/*.md",
+           "results/*.md", "examples/*.py", "examples/nvflare/*.py", "examples/nvflare/README.md")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- files from outside

@@ -35,7 +35,8 @@ from unskew.training.engines.registry import engines
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TEXTS = [*PAGES, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "examples").rglob("*.md"))]
+OTHERS = [path for folder in ("examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.md"))]
+TEXTS = [*PAGES, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md", *OTHERS]
 NET = """
 from torch import nn
 
@@ -225,7 +226,7 @@ def test_every_option_in_a_text_is_an_option(path: Path) -> None:
     assert named <= options_of(app) | FOREIGN | {"--strict", "--trained"}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
 def test_prose_is_no_wider_than_a_page(path: Path) -> None:
     text = re.sub(r"(?ms)^```.*?^```$|^<!-- figures.*", "", path.read_text(encoding="utf-8"))
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
