@@ -24,6 +24,7 @@ from unskew.models.endings import (
     found,
     is_linear,
     matrix,
+    noise_like,
     output_at,
     outputs,
     recipe,
@@ -33,7 +34,7 @@ from unskew.models.endings import (
     tolerance,
 )
 from unskew.models.features import Features, Tap, check_again
-from unskew.models.networks import Split, check_made, linear, linear_of
+from unskew.models.networks import Split, check_made, evaluating, linear, linear_of
 from unskew.models.programs import split_program
 from unskew.models.running import examples_in, in_type_of, twice
 
@@ -78,36 +79,27 @@ def split(module: nn.Module | ExportedProgram, example: Any = None, layer: str |
         copied = copy.deepcopy(module)
     except RuntimeError as error:  # as of a layer under the old torch.nn.utils.weight_norm
         raise UsageError(f"can't cut {type(module).__name__}, since it can't be copied: {error}") from None
-    modes = [(part, part.training) for part in copied.modules()]
-    copied.eval()
-    wanted = None if layer is None else _named(copied, layer)
-    output = None
-    if example is None:
-        assert layer is not None
-        assert wanted is not None
-        if "+" in layer and layer not in dict(copied.named_modules(remove_duplicate=False)):
-            raise UsageError(
-                f"layer is {layer!r}, several layers, and how they are added is seen with an example: give one"
-            )
-        ending = Ending((Part(layer, matrix(wanted).shape[1]),))
-    else:
-        run = seen(copied, example)
-        shapes = [value.shape for value in outputs(run.output).values() if isinstance(value, Tensor)]
-        if examples_in(example) == 1 and all(len(shape) != 2 for shape in shapes):
-            example = twice(example)  # a batch of one, whose axis the module drops
+    with evaluating(copied):
+        wanted = None if layer is None else _named(copied, layer)
+        if example is None:
+            assert layer is not None
+            assert wanted is not None
+            if "+" in layer and layer not in dict(copied.named_modules(remove_duplicate=False)):
+                raise UsageError(
+                    f"layer is {layer!r}, several layers, and how they are added is seen with an example: give one"
+                )
+            cut = _cut(module, copied, Ending((Part(layer, matrix(wanted).shape[1]),)))
+        else:
             run = seen(copied, example)
-        ending = found(run, wanted)
-        output = output_at(run.output, ending.path)
-        if layer is not None and len(ending.parts) == 1:  # a layer may have two names
-            ending = ending._replace(parts=(ending.parts[0]._replace(name=layer),))
-    cut = _cut(module, copied, ending)
-    if output is not None:
-        check_again(cut, example, output, module)
-
-    cut.train(module.training)
-    for part, mode in modes:
-        part.training = mode
-    return cut
+            shapes = [value.shape for value in outputs(run.output).values() if isinstance(value, Tensor)]
+            if examples_in(example) == 1 and all(len(shape) != 2 for shape in shapes):
+                run = seen(copied, twice(example))  # a batch of one, whose axis the module drops
+            ending = found(run, wanted)
+            if layer is not None and len(ending.parts) == 1:  # a layer may have two names
+                ending = ending._replace(parts=(ending.parts[0]._replace(name=layer),))
+            cut = _cut(module, copied, ending)
+            check_again(cut, run.example, output_at(run.output, ending.path), module)
+        return cut.train(module.training)
 
 
 def rejoined(cut: Split, module: nn.Module) -> Tree:
@@ -228,7 +220,7 @@ return unskew.unit_features(unskew.Split(net, head))"""
         told = f"{type(layer).__name__} {part.name!r} does more than multiply by its weight and add its bias"
         raise refusal(module, told, remedy)
     if "weight" not in layer._parameters:
-        _holding(linear_of(torch.randn(weight.shape, generator=draw).to(weight), layer.bias), layer, part.name)
+        _holding(linear_of(noise_like(weight, draw), layer.bias), layer, part.name)
 
 
 def _answer(layer: nn.Module, z: Tensor) -> Tensor:

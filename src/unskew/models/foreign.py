@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from unskew.errors import COUNT, DataError, UsageError, check_number, one_line
+from unskew.errors import COUNT, DataError, UsageError, check_number, few, one_line
 from unskew.files.untrusted import read_json
 from unskew.models.networks import check_made, check_memory, networks
 from unskew.models.placeholders import in_place_of
-from unskew.models.weights import few, is_script, quiet_transformers
+from unskew.models.weights import is_script, quiet_transformers
 from unskew.specs import call_user_code, converted, defaults_of, is_own, load_function, parse
 
 kinds = {
@@ -252,7 +252,6 @@ def _transformers(name: str, classes: int | None) -> nn.Module:
 
 
 HUB = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
-PRETRAINED = "use_pretrained_backbone"
 
 
 def check_config(path: Path) -> None:
@@ -262,10 +261,11 @@ def check_config(path: Path) -> None:
         tables = [value for value in level if isinstance(value, dict)]
         for table in tables:
             kernels = [str(table[name]) for name in HUB if "/" in str(table.get(name))]
-            wanted = [f"use_pretrained_backbone with {table.get('backbone')}"] if table.get(PRETRAINED) else []
-            if kernels or wanted:
+            if table.get("use_pretrained_backbone"):
+                kernels.append(f"use_pretrained_backbone with {table.get('backbone')}")
+            if kernels:
                 raise DataError(
-                    f"{path}: it asks for {', '.join(kernels + wanted)}, which is elsewhere, and nothing is "
+                    f"{path}: it asks for {', '.join(kernels)}, which is elsewhere, and nothing is "
                     "downloaded: remove that line, if the model does without"
                 )
         level = [inner for value in level if isinstance(value, dict | list)

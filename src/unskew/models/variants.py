@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.errors import COUNT, UsageError, check_number, lookup
-from unskew.models.networks import Split, linear, linear_of
+from unskew.models.networks import Split, drawing_from, linear, linear_of
 from unskew.models.transforms import Transform
-from unskew.seeds import seeded
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +102,7 @@ def projection(model: Split, width: int = 256, generator: torch.Generator | None
     """
     check_number("width", width, COUNT)
     old = linear(model.classifier)
-    draw = generator or torch.Generator().manual_seed(0)
-    seed = int(torch.randint(2**63 - 1, (), generator=draw, device=draw.device))
-    with seeded(seed):
+    with drawing_from(generator or torch.Generator().manual_seed(0)):
         inner, outer = nn.Linear(old.in_features, old.in_features), nn.Linear(old.in_features, width)
         classifier = nn.Linear(width, old.out_features, bias=old.bias is not None)
     features = nn.Sequential(copy.deepcopy(model.features), inner, nn.ReLU(), outer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import pickle
 import re
@@ -23,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskew.errors import DataError, one_line
+from unskew.errors import DataError, few, one_line
 from unskew.files import limits
 from unskew.files.archives import opened_zip
 from unskew.files.headers import TYPES
 from unskew.files.pickles import check_pickled
 from unskew.files.untrusted import is_memory, open_regular
-from unskew.files.writing import load_tree, save_tree
+from unskew.files.writing import load_tree
 from unskew.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -207,12 +208,8 @@ def _lacking(own: Mapping[str, Tensor], tree: Mapping[str, Tensor]) -> list[str]
 
 def _common(names: Iterable[str]) -> str:
     """The part that all of a module's tensors are in."""
-    common = []
-    for words in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(words)) > 1:
-            break
-        common.append(words[0])
-    return ".".join(common)
+    places = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, places))
 
 
 def _counter(name: str) -> bool:
@@ -331,14 +328,3 @@ def _taken_anyway(module: nn.Module, tree: Tree) -> bool:
     except (RuntimeError, ValueError):
         return False
     return True
-
-
-def save_weights(path: str | Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Replace a safetensors file of weights; those that several names share are written under each."""
-    save_tree(Path(path), tree, metadata)
-
-
-def few(names: list[str], most: int = 3) -> str:
-    """The first of many names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
