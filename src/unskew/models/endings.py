@@ -31,12 +31,7 @@ ends: dict[str, Callable[[Tensor], Tensor]] = {  # none of them changes which cl
     "softmax": lambda logits: F.softmax(logits, 1),
     "sigmoid": torch.sigmoid,
 }
-_undone: dict[str, Callable[[Tensor], Tensor]] = {  # up to a number for each example
-    "": lambda answer: answer,
-    "log_softmax": lambda answer: answer,
-    "softmax": torch.log,
-    "sigmoid": torch.logit,
-}
+_undone: dict[str, Callable[[Tensor], Tensor]] = {"softmax": torch.log, "sigmoid": torch.logit}  # the others need not
 
 
 class Part(NamedTuple):
@@ -166,6 +161,11 @@ class Seen(NamedTuple):
     inputs: dict[Layer, Tensor]
     names: dict[nn.Module, str]
 
+    @property
+    def tensors(self) -> dict[Path, Tensor]:
+        """The tensors among its outputs."""
+        return {path: value for path, value in outputs(self.output).items() if isinstance(value, Tensor)}
+
     def told(self, part: nn.Module) -> str:
         """A part by its type and its name."""
         return f"{type(part).__name__} {self.names[part]!r}"
@@ -199,8 +199,7 @@ def seen(module: nn.Module, example: Any) -> Seen:
 
 def found(run: Seen, wanted: Layer | None = None) -> Ending:
     """The ending that gives the module's logits: from the layer that is wanted, if any is; refused if there is none."""
-    module, every = run.module, outputs(run.output)
-    tensors = {path: value for path, value in every.items() if isinstance(value, Tensor)}
+    module, tensors = run.module, run.tensors
     logits = {path: value for path, value in tensors.items() if _may_be_logits(value)}
     if not tensors:
         raise UsageError(
@@ -250,7 +249,7 @@ def _may_be_logits(value: Any) -> TypeGuard[Tensor]:
 
 def _ending(run: Seen, path: Path, wanted: Layer | None) -> Ending | UsageError:
     """The ending that gives one output of a module, or why there is none."""
-    output = output_at(run.output, path)  # (B, C)
+    output = run.tensors[path]  # (B, C)
     rows, classes = output.shape
     of_width = [part for part in run.answers if len(matrix(part)) == classes]
     apart = [part for part in of_width if _one_each(part, run.answers[part], rows)]
@@ -305,7 +304,7 @@ def _steered(
             return None
 
 
-def noise_like(value: Tensor, draw: torch.Generator, size: float = 1.0) -> Tensor:
+def _noise_like(value: Tensor, draw: torch.Generator, size: float = 1.0) -> Tensor:
     """Noise of the shape, type and device of a tensor."""
     return (size * torch.randn(value.shape, generator=draw)).to(value)
 
@@ -325,7 +324,7 @@ def _sum(run: Seen, path: Path, layers: list[Layer], output: Tensor) -> Ending |
     nothing = given(zeros) if len(layers) > 1 else None  # as often is the case
     end, scales = "", dict[Layer, float]()
     for layer in layers:
-        probe = noise_like(run.answers[layer], draw, 0.1)
+        probe = _noise_like(run.answers[layer], draw, 0.1)
         answer = given({**zeros, layer: probe})
         if not _may_be_logits(answer) or answer.shape != output.shape:
             return None
@@ -339,7 +338,7 @@ def _sum(run: Seen, path: Path, layers: list[Layer], output: Tensor) -> Ending |
         return None
 
     def as_said(size: float, at: Seen = run) -> bool:
-        probes = {layer: noise_like(run.answers[layer], draw, size) for layer in layers}
+        probes = {layer: _noise_like(run.answers[layer], draw, size) for layer in layers}
         first, *more = (scale * pooled(probes[layer]) for layer, scale in scales.items())
         expected = ends[end](sum(more, first))
         answer = given(probes, at)
@@ -364,15 +363,15 @@ def _may_come_last(run: Seen, path: Path, layer: nn.Linear, rows: int) -> bool:
         return False
 
     def steered(act: Callable[[Tensor], Tensor]) -> Tensor | None:
-        return _steered(run, path, [layer], lambda _, z: act(noise_like(z, torch.Generator().manual_seed(0))))
+        return _steered(run, path, [layer], lambda _, z: act(_noise_like(z, torch.Generator().manual_seed(0))))
 
     z = steered(lambda noise: noise)
     if z is None or z.ndim != 2 or z.shape[1] != layer.in_features:
         return False
     draw = torch.Generator().manual_seed(1)
     for _ in range(2):
-        weight = noise_like(layer.weight, draw, 1e4)
-        bias = None if layer.bias is None else noise_like(layer.bias, draw, 1e4)
+        weight = _noise_like(layer.weight, draw, 1e4)
+        bias = None if layer.bias is None else _noise_like(layer.bias, draw, 1e4)
         act = functools.partial(F.linear, weight=weight, bias=bias)
         after, expected = steered(act), act(z)
         scale = float(expected.abs().max())
@@ -396,8 +395,8 @@ def _placed(run: Seen, scales: Mapping[Layer, float]) -> Iterator[Part]:
 def _fit(probe: Tensor, answer: Tensor) -> tuple[str, float] | None:
     """The end and the scale that make an answer (B, C) of what a layer gave, if there are such."""
     for name, end in ends.items():
-        before, undone = probe.double(), _undone[name](answer.double())
-        if "softmax" in name:
+        before, undone = probe.double(), _undone.get(name, torch.clone)(answer.double())
+        if "softmax" in name:  # which is undone up to a number for each example
             before, undone = (value - value.mean(1, keepdim=True) for value in (before, undone))
         scale = float((before * undone).sum() / before.square().sum())
         scale = 1.0 if abs(scale - 1) < max(1e-5, tolerance(answer) if answer.itemsize < 4 else 0) else scale
@@ -411,7 +410,7 @@ def _other(example: Any) -> Any:
 
     def changed(value: Tensor) -> Tensor:
         if value.is_floating_point():
-            return noise_like(value, torch.Generator().manual_seed(1))
+            return _noise_like(value, torch.Generator().manual_seed(1))
         return value.flip(-1)
 
     return each(changed, example)
