@@ -56,17 +56,13 @@ def fixed_classifier(model: Split, rows: str = "qr", generator: torch.Generator 
     >>> torch.allclose(rows @ rows.T, torch.eye(3), atol=1e-5)
     True
     """
-    old = linear(model.classifier)
-    place = lookup("placement of rows", rows, directions)
-    if old.out_features > old.in_features and rows in ("qr", "gram-schmidt"):
-        log.warning(
-            "%d classes in %d dimensions can't be orthogonal: placed by Tammes' problem",
-            old.out_features,
-            old.in_features,
-        )
+    old = linear(model.classifier).weight
+    (classes, dimension), place = old.shape, lookup("placement of rows", rows, directions)
+    if classes > dimension and rows in ("qr", "gram-schmidt"):
+        log.warning("%d classes in %d dimensions can't be orthogonal: placed by Tammes' problem", classes, dimension)
         place = tammes
-    weight = place(old.out_features, old.in_features, generator or torch.Generator().manual_seed(0))
-    classifier = linear_of(weight.to(old.weight)).requires_grad_(False)
+    weight = place(classes, dimension, generator or torch.Generator().manual_seed(0))
+    classifier = linear_of(weight.to(old)).requires_grad_(False)
     return Split(copy.deepcopy(model.features), classifier, model.layer).train(model.training)
 
 

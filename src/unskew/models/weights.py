@@ -165,10 +165,10 @@ def renamed(module: nn.Module, tree: Tree, path: str | Path) -> Tree:
     of the library.
     """
     own = module.state_dict(keep_vars=True)
-    names = {name: _WRAPPERS.sub("", name) for name in tree} if not any(map(_WRAPPERS.search, own)) else {}
-    tree = _with_names(tree, {name: names.get(name, name) for name in tree})
+    if not any(map(_WRAPPERS.search, own)):
+        tree = _with_names(tree, {name: _WRAPPERS.sub("", name) for name in tree})
     if _lacking(own, tree):
-        tree = _with_names(tree, _unprefixed(own, tree, path))
+        tree = _unprefixed(own, tree, path)
     if _lacking(own, tree):
         inside = _common(own)
         within = {f"{inside}.{name}": value for name, value in tree.items()}
@@ -217,14 +217,14 @@ def _counter(name: str) -> bool:
     return name.endswith("num_batches_tracked")
 
 
-def _unprefixed(own: Mapping[str, Tensor], tree: Tree, path: str | Path) -> dict[str, str]:
-    """The names in a file, without the prefix under which most of a module's names are there."""
+def _unprefixed(own: Mapping[str, Tensor], tree: Tree, path: str | Path) -> Tree:
+    """Weights under their names without the prefix under which most of a module's names are there."""
     fits = Counter(
         name[:place] for name in tree for place in (0, *(dot.end() for dot in re.finditer(r"\.", name)))
         if name[place:] in own
     )  # fmt: skip
     if not fits:
-        return {name: name for name in tree}
+        return tree
     most = max(fits.values())
     best = [prefix for prefix, n in fits.items() if n == most]
     plain = [prefix for prefix in best if not _AVERAGED.search(prefix)] or best
@@ -232,7 +232,7 @@ def _unprefixed(own: Mapping[str, Tensor], tree: Tree, path: str | Path) -> dict
     short = {name: name.removeprefix(prefix) for name in tree if name.startswith(prefix)}
     if _lacking(own, dict.fromkeys(short.values(), torch.empty(0))):
         everywhere = len(short) == len(tree)  # then a refusal tells what is truly missing
-        return short if everywhere else {name: name for name in tree}
+        return _with_names(tree, short) if everywhere else tree
     if len(plain) > 1:
         raise DataError(
             f"{path}: its weights are there several times, under {', '.join(map(repr, sorted(plain)))}. {REMEDY}"
@@ -240,7 +240,7 @@ def _unprefixed(own: Mapping[str, Tensor], tree: Tree, path: str | Path) -> dict
     others = [name for name in tree if name not in short]
     more = f"; the others are left out: {few(others)}" if others else ""
     log.warning("%s: the weights are those whose names begin with %r%s", path, prefix, more)
-    return short
+    return _with_names(tree, short)
 
 
 def _of_transformers(module: Any, tree: Tree) -> Tree:
