@@ -73,12 +73,8 @@ def local_step(net: Network, algorithm: Algorithm) -> Callable[[Local, Batch, Co
             moved = each(torch.where, gate, moved, learnt)
             velocity = each(torch.where, gate, velocity, local.velocity)
             steps = each(torch.where, gate, steps, local.steps)
-        return Local(
-            {**local.model, **moved, **each(torch.detach, moving)},
-            velocity,
-            steps,
-            local.loss + loss.detach(),
-        )
+        model = {**local.model, **moved, **each(torch.detach, moving)}
+        return Local(model, velocity, steps, local.loss + loss.detach())
 
     return step
 
@@ -171,7 +167,7 @@ def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, para
         with seeded_noise(todo.noise, params):
             for t in range(count):
                 with noted(f"while training client {id}, step {t + 1} of {count}"):
-                    batch = planned(data, any_tensor(params).dtype, todo, t)
+                    batch = planned(data, params, todo, t)
                     local = step(local, batch, context, tensor_like(params, t / count), sgd)
         upload, client = leave(net, algorithm, sgd, local, context, tensor_like(params, size))
         return Visited(upload, client, local.loss.item() / max(count, 1))
@@ -184,10 +180,10 @@ def batch_of(data: Dataset, dtype: torch.dtype, rows: Tensor, crops: Crops | Non
     return Batch(normalise(gather(data.x, rows, crops), data.mean, data.std, dtype), data.y[rows])
 
 
-def planned(data: Dataset, dtype: torch.dtype, todo: Plan, index: int | tuple[slice, int]) -> Batch:
-    """The batch of a step of a plan, or of the plans of several clients."""
+def planned(data: Dataset, params: Tree, todo: Plan, index: int | tuple[slice, int]) -> Batch:
+    """The batch of a step of a plan, or of the plans of several clients, in the model's precision."""
     crops = None if todo.crops is None else Crops(*(part[index] for part in todo.crops))
-    return batch_of(data, dtype, todo.rows[index], crops)
+    return batch_of(data, any_tensor(params).dtype, todo.rows[index], crops)
 
 
 def any_tensor(params: Tree) -> Tensor:

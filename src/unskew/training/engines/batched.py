@@ -10,18 +10,7 @@ from torch.func import vmap
 
 from unskew.data.datasets import Crops
 from unskew.methods.algorithm import Client, Context
-from unskew.training.client import (
-    Local,
-    any_tensor,
-    begin,
-    leave,
-    local_step,
-    noted,
-    planned,
-    seeded_noise,
-    settle,
-    tensor_like,
-)
+from unskew.training.client import Local, begin, leave, local_step, noted, planned, seeded_noise, settle, tensor_like
 from unskew.training.engines.protocol import RoundByRound
 from unskew.training.plan import Plan
 from unskew.training.training import Outcome, Round, Training
@@ -58,7 +47,7 @@ def batched(training: Training, last: Round, ids: Sequence[int]) -> Outcome:
             shares = tensor_like(params, counts[: place + 1])
             while t < counts[place]:
                 with noted(f"while training clients {order[: place + 1]}, step {t + 1}"):
-                    batch = planned(data, any_tensor(params).dtype, todo, (slice(place + 1), t))
+                    batch = planned(data, params, todo, (slice(place + 1), t))
                     local = step(local, batch, context, t / shares, sgd)
                 t += 1
             done, given = _rows(local, context, place)
