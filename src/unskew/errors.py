@@ -78,6 +78,12 @@ def lookup(kind: str, name: str, table: Mapping[str, Item]) -> Item:
     raise UsageError(f"unknown {kind} {name!r}{hint} There are: {', '.join(table)}")
 
 
+def few(names: list[str]) -> str:
+    """The first of many names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def one_line(error: Exception) -> str:
     """The first line of an error, after its type."""
     lines = str(error).strip().splitlines()

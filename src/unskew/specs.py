@@ -167,10 +167,7 @@ def load_function(kind: str, spec: str) -> Callable[..., Any]:
 def _run(path: Path) -> ModuleType:
     """A file as a module, run anew. It may import what stands beside it, by name or relative to its package."""
     folder = path.parent
-    inside = [above for above in path.parents if (above / "__init__.py").is_file()]
-    root = folder
-    while root in inside:
-        root = root.parent
+    root = next(above for above in path.parents if not (above / "__init__.py").is_file())
     if root == folder and folder.is_relative_to(Path.cwd()):  # packages need no __init__.py
         root = Path.cwd()
     words = folder.relative_to(root).parts

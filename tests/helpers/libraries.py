@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from unskew.files.writing import save_tree
 from unskew.models.cutting import rejoined, split
 from unskew.models.networks import linear_of
 from unskew.models.programs import exported
-from unskew.models.weights import load_weights, save_weights
+from unskew.models.weights import load_weights
 
 
 def goes_round(module: nn.Module, example: Any, layer: str, tmp_path: Path) -> None:
@@ -28,7 +29,7 @@ def goes_round(module: nn.Module, example: Any, layer: str, tmp_path: Path) -> N
     cut.classifier = linear_of(torch.randn_like(old.weight), None if old.bias is None else torch.randn_like(old.bias))
     with torch.no_grad():
         expected = cut(example)
-    save_weights(tmp_path / "new.safetensors", rejoined(cut, module))
+    save_tree(tmp_path / "new.safetensors", rejoined(cut, module))
     load_weights(module, tmp_path / "new.safetensors")
     torch.testing.assert_close(split(module, example).eval()(example), expected)
     exported(cut, example, tmp_path / "new.pt2")

@@ -19,7 +19,7 @@ from unskew.errors import DataError, UsageError
 from unskew.files.writing import load_tree, save_tree
 from unskew.models.cutting import rejoined, split
 from unskew.models.foreign import load_module
-from unskew.models.weights import load_weights, save_weights
+from unskew.models.weights import load_weights
 
 
 class Net(nn.Module):
@@ -92,7 +92,7 @@ def test_weights_in_every_wrapping(tmp_path: Path) -> None:
         assert same(fresh, net)
     torch.save(net.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for name in ("net.safetensors", "net.weights"):
-        save_weights(tmp_path / name, net.state_dict(), {"made": "here"})
+        save_tree(tmp_path / name, net.state_dict(), {"made": "here"})
     assert load_tree(tmp_path / "net.safetensors")[1] == {"made": "here"}
     for name in ("old.pt", "net.safetensors", "net.weights"):
         fresh = Net()
@@ -119,7 +119,7 @@ def test_what_was_done_to_the_names_is_said(tmp_path: Path, caplog: pytest.LogCa
 
 def test_weights_of_what_is_inside_a_wrapper(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     net, outer = Net(), nn.ModuleDict({"learner": nn.ModuleDict({"net": Net()})})
-    save_weights(tmp_path / "net.safetensors", net.state_dict())
+    save_tree(tmp_path / "net.safetensors", net.state_dict())
     load_weights(outer, tmp_path / "net.safetensors")
     assert same(outer["learner"]["net"], net)
     assert "its weights are those of 'learner.net' in the model" in caplog.text
@@ -164,7 +164,7 @@ def test_versions_of_a_modules_parts_are_kept(prefix: str, tmp_path: Path) -> No
     for name in reversed(prefix.split(".")[:-1]):
         outer = nn.ModuleDict({name: outer})
     torch.save(outer.state_dict(), tmp_path / "new.pt")
-    save_weights(tmp_path / "new.safetensors", outer.state_dict())
+    save_tree(tmp_path / "new.safetensors", outer.state_dict())
     old = OrderedDict((name.replace("fc.", "old."), value) for name, value in outer.state_dict().items())
     old._metadata = {name: {"version": 1} for name in outer.state_dict()._metadata}
     torch.save(old, tmp_path / "old.pt")
@@ -202,7 +202,7 @@ def test_modules_of_torchscript_are_told_from_weights(tmp_path: Path) -> None:
 
 def test_a_module_whose_names_begin_like_a_wrapper(tmp_path: Path) -> None:
     net = nn.ModuleDict({"module": Net()})
-    save_weights(tmp_path / "net.safetensors", net.state_dict())
+    save_tree(tmp_path / "net.safetensors", net.state_dict())
     fresh = nn.ModuleDict({"module": Net()})
     load_weights(fresh, tmp_path / "net.safetensors")
     assert same(fresh, net)
@@ -211,7 +211,7 @@ def test_a_module_whose_names_begin_like_a_wrapper(tmp_path: Path) -> None:
 def test_shared_weights_are_enough_under_one_name(tmp_path: Path) -> None:
     net = Tied()
     tree = net.state_dict()
-    save_weights(tmp_path / "all.safetensors", tree)
+    save_tree(tmp_path / "all.safetensors", tree)
     for left_out in ("first.weight", "second.weight"):
         save_tree(tmp_path / "one.safetensors", {name: value for name, value in tree.items() if name != left_out})
         for name in ("one", "all"):
@@ -223,11 +223,11 @@ def test_shared_weights_are_enough_under_one_name(tmp_path: Path) -> None:
 
 def test_other_precisions_are_converted(tmp_path: Path) -> None:
     net = Net()
-    save_weights(tmp_path / "half.safetensors", {name: value.bfloat16() for name, value in net.state_dict().items()})
+    save_tree(tmp_path / "half.safetensors", {name: value.bfloat16() for name, value in net.state_dict().items()})
     load_weights(net, tmp_path / "half.safetensors")
     assert net.fc.weight.dtype == torch.float32
     too_large = {**net.state_dict(), "fc.bias": torch.full((4,), 1e300, dtype=torch.float64)}
-    save_weights(tmp_path / "large.safetensors", too_large)
+    save_tree(tmp_path / "large.safetensors", too_large)
     with pytest.raises(DataError, match="fc.bias holds NaN or infinity"):
         load_weights(net, tmp_path / "large.safetensors")
 
@@ -249,7 +249,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     net = Net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     for content, says in cases:
-        save_weights(path, content)
+        save_tree(path, content)
         with pytest.raises(DataError, match=f"net.safetensors: its weights don't fit the model, Net: .*{says}"):
             load_weights(net, path)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -304,7 +304,7 @@ def test_nothing_but_tensors_is_unpickled(tmp_path: Path) -> None:
 def test_files_that_are_cut_short(name: str, keep: float, tmp_path: Path) -> None:
     path, tree = tmp_path / name, Net().state_dict()
     if name == "net.safetensors":
-        save_weights(path, tree)
+        save_tree(path, tree)
     else:
         torch.save(tree, path, _use_new_zipfile_serialization=name == "net.pt")
     content = path.read_bytes()

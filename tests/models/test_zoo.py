@@ -14,12 +14,12 @@ import torch
 from helpers.libraries import folder, goes_round, zoo
 from unskew.conversation.model_file import open_model
 from unskew.errors import DataError, UsageError
-from unskew.files.writing import load_tree
+from unskew.files.writing import load_tree, save_tree
 from unskew.models.cutting import rejoined, split
 from unskew.models.foreign import brings_weights, load_module
 from unskew.models.networks import Split, linear_of
 from unskew.models.programs import exported
-from unskew.models.weights import load_weights, save_weights
+from unskew.models.weights import load_weights
 from unskew.seeds import seeded
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -146,13 +146,13 @@ def test_weights_of_transformers_that_do_not_fit(tmp_path: Path) -> None:
     _, module = saved(tmp_path, "vit")
     tree = load_tree(tmp_path / "saved" / "model.safetensors")[0]
     less = {name: value for name, value in tree.items() if "query.bias" not in name}
-    save_weights(tmp_path / "less.safetensors", less | {"more": torch.ones(1)})
+    save_tree(tmp_path / "less.safetensors", less | {"more": torch.ones(1)})
     with pytest.raises(DataError, match=r"missing are vit.layers.0.attention.q_proj.bias.*does not have more"):
         load_weights(module, tmp_path / "less.safetensors")
     other = load_module(f"transformers:{tmp_path / 'config'}", classes=3)
     with pytest.raises(DataError, match=r"of another shape are classifier.weight \(7, 16\), in the model \(3, 16\)"):
         load_weights(other, tmp_path / "saved" / "model.safetensors")
-    save_weights(tmp_path / "saved" / "model.safetensors", less)
+    save_tree(tmp_path / "saved" / "model.safetensors", less)
     with pytest.raises(DataError, match=r"saved: its weights don't fit its config.json.*q_proj"):
         load_module(f"transformers:{tmp_path / 'saved'}")
 
@@ -288,7 +288,7 @@ def test_names_of_older_torchvision(tmp_path: Path) -> None:
         older = {
             re.sub(r"(denselayer\d+\.(?:norm|conv))([12])\.", r"\1.\2.", key): value for key, value in tree.items()
         }
-        save_weights(tmp_path / "older.safetensors", older)
+        save_tree(tmp_path / "older.safetensors", older)
         fresh = load_module(f"torchvision:{name}", classes=5)
         load_weights(fresh, tmp_path / "older.safetensors")
         assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in tree.items())

@@ -110,21 +110,6 @@ def learning(name: str, progress: Tensor) -> Tensor:
     return progress.new_ones(())
 
 
-def no_state(params: Tree, population: Population) -> Tree:
-    """A server without state."""
-    return {}
-
-
-def no_memory(params: Tree, model: Tree) -> Tree:
-    """A client that keeps nothing."""
-    return {}
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy of a batch."""
-    return F.cross_entropy(logits, labels)
-
-
 def no_penalty(net: Net, params: Tree, batch: Batch, output: Output, context: Context) -> Tensor:
     """Add nothing to the criterion."""
     return output.logits.new_zeros(())
@@ -140,11 +125,6 @@ def unpulled(name: str, context: Context) -> float:
     return 0.0
 
 
-def any_model(model: Split, output: Output) -> None:
-    """Refuse no model."""
-
-
-Correct = Callable[[Tree, Tree, Context], Tree]  # gradients, params -> gradients
 Pull = Callable[[str, Context], float | Tensor]  # name -> mu: the gradient gains mu (w - w_start)
 
 
@@ -159,15 +139,15 @@ class Algorithm:
 
     report: Callable[[Tree, Context, Work], tuple[Tree, Tree]]  # trained params -> upload (to be ADDED), memory
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]  # params, state, summed upload -> params, state
-    init: Callable[[Tree, Population], Tree] = no_state  # params, all clients -> the server's state
-    enroll: Callable[[Tree, Tree], Tree] = no_memory  # params, whole model -> memory of a client seen first
-    criterion: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # logits, labels -> scalar
+    init: Callable[[Tree, Population], Tree] = lambda *_: {}  # params, all clients -> the server's state
+    enroll: Callable[[Tree, Tree], Tree] = lambda *_: {}  # params, whole model -> memory of a client seen first
+    criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy  # logits, labels -> scalar
     penalty: Callable[[Net, Tree, Batch, Output, Context], Tensor] = no_penalty  # what a method adds to it
-    correct: Correct = as_it_is  # gradients, params -> gradients
+    correct: Callable[[Tree, Tree, Context], Tree] = as_it_is  # gradients, params -> gradients
     pull: Pull = unpulled  # name -> how strongly the tensor is drawn to its start: see `proximal`
     frozen: Callable[[str], bool] = never  # a constant: never trained, uploaded, averaged, counted
     trained: Callable[[str, Tensor], Tensor] = learning  # name, share of local work done -> 1 if it learns now, or 0
     shared: Callable[[str], bool] = always  # does it leave the client?
     sent: Callable[[str], bool] = never  # an entry of the server's state: do clients receive it?
-    fits: Callable[[Split, Output], None] = any_model  # refuse a model, given what it makes of two examples
+    fits: Callable[[Split, Output], None] = lambda *_: None  # refuse a model, given what it makes of two examples
     numbers: Mapping[str, float] = field(default_factory=dict)  # strengths that a local step reads from its context

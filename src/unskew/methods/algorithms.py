@@ -140,11 +140,8 @@ def fednova(weight: str = "examples") -> Algorithm:
         share = _share(work, weight)
         steps = pick(work.effective(), params.__contains__)
         directions = each(torch.div, sub(params, context.start), steps)
-        return {
-            **prefix("delta", scale(directions, share)),
-            **prefix("steps", scale(steps, share)),
-            "weight": share,
-        }, {}
+        parts = prefix("delta", directions) | prefix("steps", steps)
+        return {**scale(parts, share), "weight": share}, {}
 
     def update(params: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
         directions, steps = (scale(under(name, total), 1 / total["weight"]) for name in ("delta", "steps"))

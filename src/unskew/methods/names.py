@@ -18,28 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from unskew.errors import UsageError, expect, lookup
+from unskew.methods import algorithms as known
 from unskew.methods.algorithm import Algorithm
-from unskew.methods.algorithms import (
-    ce,
-    clsprox,
-    fedadagrad,
-    fedadam,
-    fedavg,
-    fedavgm,
-    fedbabu,
-    feddyn,
-    fednova,
-    fedopt,
-    fedprox,
-    fedrep,
-    fedyogi,
-    frozen_head,
-    lg_fedavg,
-    moon,
-    mse,
-    on_sphere,
-    scaffold,
-)  # fmt: skip
 from unskew.models.networks import Split
 from unskew.models.variants import clsnorm, directions, fixed_classifier, projection, spherical, unit_features
 from unskew.specs import call_user_code, converted, defaults_of, is_own, load_function, parse
@@ -78,10 +58,6 @@ def rows_of(model: Split, rows: str = "own", generator: torch.Generator | None =
     return model if rows == "own" else fixed_classifier(model, rows, generator)
 
 
-def _base(name: str) -> dict[str, str]:
-    return {"the base method": name}
-
-
 def _server(name: str) -> dict[str, str]:
     return {"the server's step": name}
 
@@ -94,43 +70,44 @@ _LEARNS = {"the classifier": "learning"}
 _SPHERE = {**_fixed("on_sphere"), "the features' norm": "on_sphere's", "the loss": "on_sphere's"}
 
 pieces: dict[str, Piece] = {  # applied in this order, however a name orders them; then those of one's own
-    "fedavg": Piece("average of the clients' models", "McMahan 2017; CCVR 3.1", _base("fedavg"), fedavg),
-    "fednova": Piece("normalised averaging", "Wang 2020; SphereFed 5.1", _base("fednova"), fednova),
-    "scaffold": Piece("control variates against drift", "Karimireddy 2020; CCVR 2", _base("scaffold"), scaffold),
-    "moon": Piece("model-contrastive features", "Li 2021; CCVR 5.1", _base("moon"), moon),
-    "feddyn": Piece("dynamic regularisation", "Acar 2021; CCVR 2", _base("feddyn"), feddyn),
+    "fedavg": Piece("average of the clients' models", "McMahan 2017; CCVR 3.1", {}, known.fedavg),
+    "fednova": Piece("normalised averaging", "Wang 2020; SphereFed 5.1", {}, known.fednova),
+    "scaffold": Piece("control variates against drift", "Karimireddy 2020; CCVR 2", {}, known.scaffold),
+    "moon": Piece("model-contrastive features", "Li 2021; CCVR 5.1", {}, known.moon),
+    "feddyn": Piece("dynamic regularisation", "Acar 2021; CCVR 2", {}, known.feddyn),
     "projection": Piece(
         "+ projection head of two layers, as MOON needs", "Li 2021, 3.2; CCVR Table 6", {}, None, projection
     ),
-    "fedprox": Piece("+ proximal term on all tensors", "Li 2018; CCVR 5.1", {}, fedprox),
-    "fedavgm": Piece("+ momentum on the server", "Hsu 2019; CCVR 5.1", _server("fedavgm"), fedavgm),
-    "fedopt": Piece("+ SGD on the server", "Reddi 2021; SphereFed Table 16", _server("fedopt"), fedopt),
-    "fedadam": Piece("+ Adam on the server", "Reddi 2021", _server("fedadam"), fedadam),
-    "fedyogi": Piece("+ Yogi on the server", "Reddi 2021", _server("fedyogi"), fedyogi),
-    "fedadagrad": Piece("+ Adagrad on the server", "Reddi 2021", _server("fedadagrad"), fedadagrad),
-    "clsprox": Piece("+ proximal term on the classifier", "CCVR 3.3", _LEARNS, clsprox),
+    "fedprox": Piece("+ proximal term on all tensors", "Li 2018; CCVR 5.1", {}, known.fedprox),
+    "fedavgm": Piece("+ momentum on the server", "Hsu 2019; CCVR 5.1", _server("fedavgm"), known.fedavgm),
+    "fedopt": Piece("+ SGD on the server", "Reddi 2021; SphereFed Table 16", _server("fedopt"), known.fedopt),
+    "fedadam": Piece("+ Adam on the server", "Reddi 2021", _server("fedadam"), known.fedadam),
+    "fedyogi": Piece("+ Yogi on the server", "Reddi 2021", _server("fedyogi"), known.fedyogi),
+    "fedadagrad": Piece("+ Adagrad on the server", "Reddi 2021", _server("fedadagrad"), known.fedadagrad),
+    "clsprox": Piece("+ proximal term on the classifier", "CCVR 3.3", _LEARNS, known.clsprox),
     "clsnorm": Piece("+ normalised classifier weights", "CCVR 3.3", _LEARNS, None, clsnorm),
     "on_sphere": Piece(
-        "+ SphereFed: unit features, fixed classifier, mse", "SphereFed 4, D", _SPHERE, on_sphere, spherical
+        "+ SphereFed: unit features, fixed classifier, mse", "SphereFed 4, D", _SPHERE, known.on_sphere, spherical
     ),
     "frozen_head": Piece(
-        "+ fixed classifier", "SphereFed Table 3: Fix; Table 2: BABU", _fixed("frozen_head"), frozen_head, rows_of
+        "+ fixed classifier", "SphereFed Table 3: Fix; Table 2: BABU", _fixed("frozen_head"), known.frozen_head, rows_of
     ),
     "unit_features": Piece(
         "+ features of unit norm", "SphereFed Table 3: Norm", {"the features' norm": "unit_features's"}, None,
         unit_features,
     ),
-    "mse": Piece("+ squared error instead of cross entropy", "SphereFed 4.2, Table 3", {"the loss": "mse"}, mse),
-    "ce": Piece("+ cross entropy with a temperature", "SphereFed 4.2, Table 3", {"the loss": "ce"}, ce),
+    "mse": Piece("+ squared error instead of cross entropy", "SphereFed 4.2, Table 3", {"the loss": "mse"}, known.mse),
+    "ce": Piece("+ cross entropy with a temperature", "SphereFed 4.2, Table 3", {"the loss": "ce"}, known.ce),
     "fedbabu": Piece(
-        "+ fixed classifier, tuned for personal models", "Oh 2022; SphereFed B", _fixed("fedbabu"), fedbabu
+        "+ fixed classifier, tuned for personal models", "Oh 2022; SphereFed B", _fixed("fedbabu"), known.fedbabu
     ),
     "lg_fedavg": Piece(
-        "+ features stay at home", "Liang 2020; SphereFed B", {**_LEARNS, "what stays at home": "features"}, lg_fedavg
+        "+ features stay at home", "Liang 2020; SphereFed B", {**_LEARNS, "what stays at home": "features"},
+        known.lg_fedavg,
     ),
     "fedrep": Piece(
         "+ classifier stays at home, learns first", "Collins 2021; SphereFed B",
-        {**_LEARNS, "what stays at home": "classifier"}, fedrep,
+        {**_LEARNS, "what stays at home": "classifier"}, known.fedrep,
     ),
 }  # fmt: skip
 
@@ -145,7 +122,7 @@ def method(spec: str) -> Method:
     expect("spec", spec, str, 'write a method\'s name, such as "fednova+on_sphere"')
     chosen = [_chosen(part) for part in parts_of(spec)]
     _check(spec, chosen)
-    algorithm, variants = fedavg(), []
+    algorithm, variants = known.fedavg(), []
     for _, name, piece, options in sorted(chosen, key=_place):
         if piece.algorithm:
             around = {"base": algorithm} if _modifies(piece) else {}
@@ -200,17 +177,16 @@ def _chosen(spec: str) -> _Chosen:
     if name.endswith(".py"):
         raise UsageError(f"method is {spec!r}: name the function in that file too, as in {name}:function")
     if ":" in name:
-        piece = Piece(name, name, algorithm=load_function("method", name))
-        needed = [
-            key
-            for key, value in inspect.signature(piece.algorithm or fedavg).parameters.items()
-            if value.default is value.empty and key != "base"
-        ]
+        maker = load_function("method", name)
+        parameters = inspect.signature(maker).parameters.items()
+        needed = [key for key, value in parameters if value.default is value.empty and key != "base"]
         if needed:
             raise UsageError(f"method is {name!r}: give its {', '.join(needed)} defaults, so that they are options")
-        piece = piece if _modifies(piece) else piece._replace(settles=_base(name))
+        piece = Piece(name, name, algorithm=maker)
     else:
         piece = lookup("method", name, pieces)
+    if not _modifies(piece):
+        piece = piece._replace(settles={"the base method": name})
     return _Chosen(spec, name, piece, converted(spec, options, piece.options))
 
 

@@ -10,40 +10,22 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from unskew.errors import UsageError, lookup
-from unskew.models.endings import (
-    Ending,
-    Layer,
-    Part,
-    found,
-    is_linear,
-    matrix,
-    output_at,
-    outputs,
-    recipe,
-    refusal,
-    same,
-    seen,
-    tolerance,
-)
+from unskew.models.endings import Ending, Layer, Part, found, is_linear, matrix, recipe, refusal, same, seen, tolerance
 from unskew.models.features import Features, Tap, check_again
-from unskew.models.networks import Split, check_made, linear, linear_of
+from unskew.models.networks import Split, check_made, evaluating, linear, linear_of
 from unskew.models.programs import split_program
 from unskew.models.running import examples_in, in_type_of, twice
-
-if TYPE_CHECKING:
-    from torch.export import ExportedProgram
-
-    from unskew.tree import Tree
+from unskew.tree import Tree
 
 
-def split(module: nn.Module | ExportedProgram, example: Any = None, layer: str | None = None) -> Split:
+def split(module: nn.Module | torch.export.ExportedProgram, example: Any = None, layer: str | None = None) -> Split:
     """Cut any module whose logits come from a linear layer before that layer.
 
     `example` is an input of a few examples: a tensor, a tuple of positional arguments or a mapping of named
@@ -78,36 +60,26 @@ def split(module: nn.Module | ExportedProgram, example: Any = None, layer: str |
         copied = copy.deepcopy(module)
     except RuntimeError as error:  # as of a layer under the old torch.nn.utils.weight_norm
         raise UsageError(f"can't cut {type(module).__name__}, since it can't be copied: {error}") from None
-    modes = [(part, part.training) for part in copied.modules()]
-    copied.eval()
-    wanted = None if layer is None else _named(copied, layer)
-    output = None
-    if example is None:
-        assert layer is not None
-        assert wanted is not None
-        if "+" in layer and layer not in dict(copied.named_modules(remove_duplicate=False)):
-            raise UsageError(
-                f"layer is {layer!r}, several layers, and how they are added is seen with an example: give one"
-            )
-        ending = Ending((Part(layer, matrix(wanted).shape[1]),))
-    else:
-        run = seen(copied, example)
-        shapes = [value.shape for value in outputs(run.output).values() if isinstance(value, Tensor)]
-        if examples_in(example) == 1 and all(len(shape) != 2 for shape in shapes):
-            example = twice(example)  # a batch of one, whose axis the module drops
+    with evaluating(copied):
+        wanted = None if layer is None else _named(copied, layer)
+        if example is None:
+            assert layer is not None
+            assert wanted is not None
+            if "+" in layer and layer not in dict(copied.named_modules(remove_duplicate=False)):
+                raise UsageError(
+                    f"layer is {layer!r}, several layers, and how they are added is seen with an example: give one"
+                )
+            cut = _cut(module, copied, Ending((Part(layer, matrix(wanted).shape[1]),)))
+        else:
             run = seen(copied, example)
-        ending = found(run, wanted)
-        output = output_at(run.output, ending.path)
-        if layer is not None and len(ending.parts) == 1:  # a layer may have two names
-            ending = ending._replace(parts=(ending.parts[0]._replace(name=layer),))
-    cut = _cut(module, copied, ending)
-    if output is not None:
-        check_again(cut, example, output, module)
-
-    cut.train(module.training)
-    for part, mode in modes:
-        part.training = mode
-    return cut
+            if examples_in(example) == 1 and all(value.ndim != 2 for value in run.tensors.values()):
+                run = seen(copied, twice(example))  # a batch of one, whose axis the module drops
+            ending = found(run, wanted)
+            if layer is not None and len(ending.parts) == 1:  # a layer may have two names
+                ending = ending._replace(parts=(ending.parts[0]._replace(name=layer),))
+            cut = _cut(module, copied, ending)
+            check_again(cut, run.example, run.tensors[ending.path or ()], module)
+        return cut.train(module.training)
 
 
 def rejoined(cut: Split, module: nn.Module) -> Tree:
@@ -155,12 +127,10 @@ def rejoined(cut: Split, module: nn.Module) -> Tree:
 # -------- Parts of the cut --------
 
 
-def _checked(module: nn.Module | ExportedProgram) -> nn.Module:
+def _checked(module: nn.Module | torch.export.ExportedProgram) -> nn.Module:
     """What is to be cut, as a module; refused if it is none, or one whose parts can't be replaced."""
     if not isinstance(module, nn.Module):
-        from torch.export import ExportedProgram
-
-        if not isinstance(module, ExportedProgram):
+        if not isinstance(module, torch.export.ExportedProgram):
             raise UsageError(f"can't cut {type(module).__name__}: give an nn.Module, or a program of torch.export")
         return module.module()
     check_made(module)

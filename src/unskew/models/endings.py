@@ -8,8 +8,10 @@ noise, and what the module then gives must be what the ending says, for small an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -29,12 +31,7 @@ ends: dict[str, Callable[[Tensor], Tensor]] = {  # none of them changes which cl
     "softmax": lambda logits: F.softmax(logits, 1),
     "sigmoid": torch.sigmoid,
 }
-_undone: dict[str, Callable[[Tensor], Tensor]] = {  # up to a number for each example
-    "": lambda answer: answer,
-    "log_softmax": lambda answer: answer,
-    "softmax": torch.log,
-    "sigmoid": torch.logit,
-}
+_undone: dict[str, Callable[[Tensor], Tensor]] = {"softmax": torch.log, "sigmoid": torch.logit}  # the others need not
 
 
 class Part(NamedTuple):
@@ -164,6 +161,11 @@ class Seen(NamedTuple):
     inputs: dict[Layer, Tensor]
     names: dict[nn.Module, str]
 
+    @property
+    def tensors(self) -> dict[Path, Tensor]:
+        """The tensors among its outputs."""
+        return {path: value for path, value in outputs(self.output).items() if isinstance(value, Tensor)}
+
     def told(self, part: nn.Module) -> str:
         """A part by its type and its name."""
         return f"{type(part).__name__} {self.names[part]!r}"
@@ -187,20 +189,17 @@ def seen(module: nn.Module, example: Any) -> Seen:
             answers[part] = answer.clone()  # an activation may work in place
             inputs[part] = args[0] if args else named["input"]
 
-    leaves = [part for part in names if is_linear(part) or next(part.children(), None) is None]
-    hooks = [part.register_forward_hook(watch, with_kwargs=True) for part in leaves]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for part in names:
+            if is_linear(part) or next(part.children(), None) is None:
+                hooks.enter_context(part.register_forward_hook(watch, with_kwargs=True))
         output = tried(lambda x: applied(module, x), type(module).__name__, example)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return Seen(module, example, output, called, answers, inputs, names)
 
 
 def found(run: Seen, wanted: Layer | None = None) -> Ending:
     """The ending that gives the module's logits: from the layer that is wanted, if any is; refused if there is none."""
-    module, every = run.module, outputs(run.output)
-    tensors = {path: value for path, value in every.items() if isinstance(value, Tensor)}
+    module, tensors = run.module, run.tensors
     logits = {path: value for path, value in tensors.items() if _may_be_logits(value)}
     if not tensors:
         raise UsageError(
@@ -250,7 +249,7 @@ def _may_be_logits(value: Any) -> TypeGuard[Tensor]:
 
 def _ending(run: Seen, path: Path, wanted: Layer | None) -> Ending | UsageError:
     """The ending that gives one output of a module, or why there is none."""
-    output = output_at(run.output, path)  # (B, C)
+    output = run.tensors[path]  # (B, C)
     rows, classes = output.shape
     of_width = [part for part in run.answers if len(matrix(part)) == classes]
     apart = [part for part in of_width if _one_each(part, run.answers[part], rows)]
@@ -288,21 +287,26 @@ def _beyond(run: Seen, layer: Layer) -> UsageError:
     return refusal(run.module, why, f"To predict by that layer alone, without what follows it:\n{lines}")
 
 
-def _steered(run: Seen, path: Path, answers: Mapping[Layer, Callable[[Tensor], Tensor]]) -> Tensor | None:
+def _steered(
+    run: Seen, path: Path, layers: Iterable[Layer], answer: Callable[[Layer, Tensor], Tensor]
+) -> Tensor | None:
     """An output of the module when layers give something instead, made from their inputs; None if it then fails."""
 
-    def steer(part: Layer, args: tuple[Tensor, ...], named: dict[str, Tensor], answer: Tensor) -> Tensor:
-        return answers[part](args[0] if args else named["input"])
+    def steer(part: Layer, args: tuple[Tensor, ...], named: dict[str, Tensor], _: Tensor) -> Tensor:
+        return answer(part, args[0] if args else named["input"])
 
-    hooks = [part.register_forward_hook(steer, with_kwargs=True) for part in answers]
-    try:
-        with torch.no_grad():
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(steer, with_kwargs=True))
+        try:
             return output_at(applied(run.module, run.example), path)
-    except Exception:
-        return None
-    finally:
-        for hook in hooks:
-            hook.remove()
+        except Exception:
+            return None
+
+
+def _noise_like(value: Tensor, draw: torch.Generator, size: float = 1.0) -> Tensor:
+    """Noise of the shape, type and device of a tensor."""
+    return (size * torch.randn(value.shape, generator=draw)).to(value)
 
 
 def _sum(run: Seen, path: Path, layers: list[Layer], output: Tensor) -> Ending | None:
@@ -313,18 +317,14 @@ def _sum(run: Seen, path: Path, layers: list[Layer], output: Tensor) -> Ending |
     """
     draw = torch.Generator().manual_seed(0)
 
-    def noise(layer: Layer, size: float) -> Tensor:
-        shape = run.answers[layer].shape
-        return (size * torch.randn(shape, generator=draw)).to(run.answers[layer])
-
     def given(answers: Mapping[Layer, Tensor], at: Seen = run) -> Tensor | None:
-        return _steered(at, path, {part: _constant(answer) for part, answer in answers.items()})
+        return _steered(at, path, answers, lambda layer, _: answers[layer].clone())  # what follows may work in place
 
     zeros = {layer: torch.zeros_like(run.answers[layer]) for layer in layers}
     nothing = given(zeros) if len(layers) > 1 else None  # as often is the case
     end, scales = "", dict[Layer, float]()
     for layer in layers:
-        probe = noise(layer, 0.1)
+        probe = _noise_like(run.answers[layer], draw, 0.1)
         answer = given({**zeros, layer: probe})
         if not _may_be_logits(answer) or answer.shape != output.shape:
             return None
@@ -338,8 +338,9 @@ def _sum(run: Seen, path: Path, layers: list[Layer], output: Tensor) -> Ending |
         return None
 
     def as_said(size: float, at: Seen = run) -> bool:
-        probes = {layer: noise(layer, size) for layer in layers}
-        expected = ends[end](_added(probes, scales))
+        probes = {layer: _noise_like(run.answers[layer], draw, size) for layer in layers}
+        first, *more = (scale * pooled(probes[layer]) for layer, scale in scales.items())
+        expected = ends[end](sum(more, first))
         answer = given(probes, at)
         if answer is None:
             return at is not run  # it need not take any input
@@ -361,35 +362,22 @@ def _may_come_last(run: Seen, path: Path, layer: nn.Linear, rows: int) -> bool:
     if run.answers[layer].shape[:-1].numel() <= rows:  # of one word each, a maximum could not be told from a mean
         return False
 
-    def noise(before: Tensor) -> Tensor:
-        return torch.randn(before.shape, generator=torch.Generator().manual_seed(0)).to(before)
+    def steered(act: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return _steered(run, path, [layer], lambda _, z: act(_noise_like(z, torch.Generator().manual_seed(0))))
 
-    def acting(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return lambda before: F.linear(noise(before), weight, bias)
-
-    z = _steered(run, path, {layer: noise})
+    z = steered(lambda noise: noise)
     if z is None or z.ndim != 2 or z.shape[1] != layer.in_features:
         return False
     draw = torch.Generator().manual_seed(1)
     for _ in range(2):
-        weight = (1e4 * torch.randn(layer.weight.shape, generator=draw)).to(layer.weight)
-        bias = None if layer.bias is None else (1e4 * torch.randn(layer.out_features, generator=draw)).to(layer.bias)
-        after = _steered(run, path, {layer: acting(weight, bias)})
-        expected = F.linear(z, weight, bias)
+        weight = _noise_like(layer.weight, draw, 1e4)
+        bias = None if layer.bias is None else _noise_like(layer.bias, draw, 1e4)
+        act = functools.partial(F.linear, weight=weight, bias=bias)
+        after, expected = steered(act), act(z)
         scale = float(expected.abs().max())
         if after is None or not same(after / scale, expected / scale, tolerance(z)):
             return False
     return True
-
-
-def _constant(answer: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda _: answer.clone()  # since what follows may work in place
-
-
-def _added(answers: Mapping[Layer, Tensor], scales: Mapping[Layer, float]) -> Tensor:
-    """The sum of the layers' answers."""
-    first, *more = (scale * pooled(answers[layer]) for layer, scale in scales.items())
-    return sum(more, first)
 
 
 def _placed(run: Seen, scales: Mapping[Layer, float]) -> Iterator[Part]:
@@ -407,8 +395,8 @@ def _placed(run: Seen, scales: Mapping[Layer, float]) -> Iterator[Part]:
 def _fit(probe: Tensor, answer: Tensor) -> tuple[str, float] | None:
     """The end and the scale that make an answer (B, C) of what a layer gave, if there are such."""
     for name, end in ends.items():
-        before, undone = probe.double(), _undone[name](answer.double())
-        if "softmax" in name:
+        before, undone = probe.double(), _undone.get(name, torch.clone)(answer.double())
+        if "softmax" in name:  # which is undone up to a number for each example
             before, undone = (value - value.mean(1, keepdim=True) for value in (before, undone))
         scale = float((before * undone).sum() / before.square().sum())
         scale = 1.0 if abs(scale - 1) < max(1e-5, tolerance(answer) if answer.itemsize < 4 else 0) else scale
@@ -422,7 +410,7 @@ def _other(example: Any) -> Any:
 
     def changed(value: Tensor) -> Tensor:
         if value.is_floating_point():
-            return torch.randn(value.shape, generator=torch.Generator().manual_seed(1)).to(value)
+            return _noise_like(value, torch.Generator().manual_seed(1))
         return value.flip(-1)
 
     return each(changed, example)

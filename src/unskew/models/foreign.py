@@ -16,6 +16,7 @@ import os
 import sys
 import warnings
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from unskew.errors import COUNT, DataError, UsageError, check_number, one_line
+from unskew.errors import COUNT, DataError, UsageError, check_number, few, one_line
 from unskew.files.untrusted import read_json
 from unskew.models.networks import check_made, check_memory, networks
 from unskew.models.placeholders import in_place_of
-from unskew.models.weights import few, is_script, quiet_transformers
+from unskew.models.weights import is_script, quiet_transformers
 from unskew.specs import call_user_code, converted, defaults_of, is_own, load_function, parse
 
 kinds = {
@@ -40,6 +41,9 @@ kinds = {
     "cnn:channels=3:size=32": f"a network of Unskew's: {', '.join(networks)}",
     "runs/demo": "the folder of a run, or a file of weights that Unskew has written",
 }
+
+
+LOCAL = {"local_files_only": True, "trust_remote_code": False}  # of whatever transformers reads
 
 
 # -------- Modules --------
@@ -224,10 +228,9 @@ def _transformers(name: str, classes: int | None) -> nn.Module:
     with without_broken_torchvision(), offline():
         library = imported("transformers")
         options = {} if classes is None else {"num_labels": classes}
-        local = {"local_files_only": True, "trust_remote_code": False}
         filled = _has_weights(Path(name))
         if (Path(name) / "config.json").is_file():
-            config = library.AutoConfig.from_pretrained(name, **local, **({} if filled else options))
+            config = library.AutoConfig.from_pretrained(name, **LOCAL, **({} if filled else options))
         elif Path(name).is_dir() or "/" in name:
             raise UsageError(
                 f"model is 'transformers:{name}': there is no {name}/config.json, and nothing is downloaded"
@@ -248,28 +251,28 @@ def _transformers(name: str, classes: int | None) -> nn.Module:
         check_memory(lambda: maker.from_config(config, trust_remote_code=False), f"model 'transformers:{name}'", held)
         if not filled:
             return maker.from_config(config, trust_remote_code=False)
-        return _from_folder(maker, name, config, local, classes)
+        return _from_folder(maker, name, config, classes)
 
 
 HUB = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
-PRETRAINED = "use_pretrained_backbone"
 
 
 def check_config(path: Path) -> None:
     """Refuse a configuration by which transformers would fetch code or weights from elsewhere."""
-    level = [read_json(path)]
-    while level:
-        tables = [value for value in level if isinstance(value, dict)]
-        for table in tables:
-            kernels = [str(table[name]) for name in HUB if "/" in str(table.get(name))]
-            wanted = [f"use_pretrained_backbone with {table.get('backbone')}"] if table.get(PRETRAINED) else []
-            if kernels or wanted:
+    values = deque([read_json(path)])
+    while values:
+        value = values.popleft()
+        if isinstance(value, dict):
+            wanted = [str(value[name]) for name in HUB if "/" in str(value.get(name))]
+            if value.get("use_pretrained_backbone"):
+                wanted.append(f"use_pretrained_backbone with {value.get('backbone')}")
+            if wanted:
                 raise DataError(
-                    f"{path}: it asks for {', '.join(kernels + wanted)}, which is elsewhere, and nothing is "
+                    f"{path}: it asks for {', '.join(wanted)}, which is elsewhere, and nothing is "
                     "downloaded: remove that line, if the model does without"
                 )
-        level = [inner for value in level if isinstance(value, dict | list)
-                 for inner in (value.values() if isinstance(value, dict) else value)]  # fmt: skip
+        if isinstance(value, dict | list):
+            values.extend(value.values() if isinstance(value, dict) else value)
 
 
 @contextlib.contextmanager
@@ -291,10 +294,10 @@ def offline() -> Iterator[None]:
             setattr(constants, flag, held)
 
 
-def _from_folder(maker: Any, folder: str, config: Any, local: dict[str, Any], classes: int | None) -> nn.Module:
+@quiet_transformers()
+def _from_folder(maker: Any, folder: str, config: Any, classes: int | None) -> nn.Module:
     """The classifier with the weights that transformers has written; a backbone alone is given a head of zeros."""
-    with quiet_transformers():
-        module, report = maker.from_pretrained(folder, config=config, output_loading_info=True, **local)
+    module, report = maker.from_pretrained(folder, config=config, output_loading_info=True, **LOCAL)
     missing = sorted(report["missing_keys"])
     inner = f"{module.base_model_prefix}."
     if report["mismatched_keys"] or any(name.startswith(inner) for name in missing):
@@ -305,8 +308,7 @@ def _from_folder(maker: Any, folder: str, config: Any, local: dict[str, Any], cl
         raise UsageError(f"{folder} holds no classifier (missing are {few(missing)}): give --classes for a new one")
     if missing:
         config.num_labels = classes
-        with quiet_transformers():
-            module = maker.from_pretrained(folder, config=config, **local)
+        module = maker.from_pretrained(folder, config=config, **LOCAL)
         own = module.state_dict()
         for name in missing:
             own[name].zero_()

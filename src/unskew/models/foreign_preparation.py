@@ -14,7 +14,7 @@ from typing import Any
 
 from unskew.data.preparation import INTERPOLATIONS, Preparation
 from unskew.errors import DataError, UnskewError, UsageError, one_line
-from unskew.models.foreign import broken_torchvision, check_name, imported, offline, without_broken_torchvision
+from unskew.models.foreign import LOCAL, broken_torchvision, check_name, imported, offline, without_broken_torchvision
 
 Config = Mapping[str, Any]
 
@@ -99,8 +99,7 @@ def _transformers(name: str) -> Preparation:
     try:
         with without_broken_torchvision(), offline():  # from the import on, when transformers looks for it
             library = imported("transformers")
-            local = {"local_files_only": True, "trust_remote_code": False}
-            found = library.AutoImageProcessor.from_pretrained(file.parent, **local)
+            found = library.AutoImageProcessor.from_pretrained(file.parent, **LOCAL)
         config = found.to_dict()
     except UnskewError:
         raise

@@ -100,8 +100,7 @@ class Split(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits (B, C); arguments go to `features`."""
-        logits: Tensor = self.classifier(self.features(*args, **kwargs))
-        return logits
+        return self.classifier(self.features(*args, **kwargs))
 
     @property
     def dimension(self) -> int:
@@ -177,8 +176,7 @@ class _Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = self.branch(x) + self.shortcut(x)
-        return total
+        return self.branch(x) + self.shortcut(x)
 
 
 class _Excitation(nn.Module):
@@ -348,6 +346,11 @@ networks: dict[str, Callable[..., Split]] = {
 }
 
 
+def drawing_from(generator: torch.Generator) -> contextlib.AbstractContextManager[None]:
+    """Let layers draw their first weights from a generator meanwhile."""
+    return seeded(int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device)))
+
+
 Made = TypeVar("Made", bound=nn.Module)
 
 
@@ -388,8 +391,5 @@ def build(
     """
     factory = lookup("network", name, networks)
     chosen = options if norm is None else {**options, "norm": norm}
-    if generator is None:
-        return factory(classes, channels, size=size, **chosen)
-    seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
-    with seeded(seed):
+    with contextlib.nullcontext() if generator is None else drawing_from(generator):
         return factory(classes, channels, size=size, **chosen)

@@ -16,21 +16,12 @@ from typing import Any
 
 
 class _Anything(type):
-    """A class for each name that somebody asks for."""
+    """A class for each module, and for each name in one, that somebody asks for."""
 
     def __getattr__(cls, name: str) -> Any:
-        return _placeholder(name)
-
-
-class _Module(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        return _placeholder(name)
-
-
-def _placeholder(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _Anything(name, (), {})
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {})
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -41,8 +32,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         mine = name.partition(".")[0] == self.library
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if mine else None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Module(spec.name)
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        return _Anything(spec.name, (), {})
 
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing to run."""

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,14 +23,6 @@ from unskew.models.features import Features, check_again, ended
 from unskew.models.inputs import INTEGER_DTYPES
 from unskew.models.networks import Split, linear_of
 from unskew.models.running import applied, in_type_of, tried
-
-
-class _Source(NamedTuple):
-    """What one of a program's outputs comes from: end(scale times what an operation gives)."""
-
-    node: Any
-    end: str = ""
-    scale: float = 1.0
 
 
 def split_program(module: fx.GraphModule, example: Any, layer: str | None) -> Split:
@@ -48,13 +40,13 @@ def split_program(module: fx.GraphModule, example: Any, layer: str | None) -> Sp
     (output,) = (node for node in graph.nodes if node.op == "output")
     every = outputs(graph.process_outputs(output.args[0]))
     asked = natural(every) if layer is None else every
-    sources = {path: _source(node, copied) for path, node in asked.items() if isinstance(node, fx.Node)}
-    ending = chosen(module, {path: fit for path, source in sources.items() if (fit := _ending(source, path))}, layer)
+    sources = {path: _source(node, path, copied) for path, node in asked.items() if isinstance(node, fx.Node)}
+    ending = chosen(module, {path: ending for path, (_, ending) in sources.items() if ending}, layer)
     if ending is None:
-        froms = ", ".join(str(_layer_of(source.node) or source.node.target) for source in sources.values())
+        froms = ", ".join(str(_layer_of(node) or node.target) for node, _ in sources.values())
         told = f"not from the layer {layer!r}" if layer else "not from a linear layer with weights of its own"
         raise refusal(module, f"its output comes from {froms or 'no tensor'}, {told}")
-    (part,), end = ending.parts, sources[ending.path or ()].node
+    (part,), (end, _) = ending.parts, sources[ending.path or ()]
     if "val" in end.meta and end.meta["val"].ndim != 2:
         raise refusal(module, f"its output has the shape {tuple(end.meta['val'].shape)}, not (B, C)")
 
@@ -80,8 +72,10 @@ def split_program(module: fx.GraphModule, example: Any, layer: str | None) -> Sp
     return cut
 
 
-def _source(node: Any, module: fx.GraphModule) -> _Source:
-    """What an output comes from, before a softmax or the like and a scale."""
+def _source(node: Any, path: endings.Path, module: fx.GraphModule) -> tuple[Any, Ending | None]:
+    """The operation that an output comes from, before a softmax or the like and a scale; and the ending that is from
+    there on, if it is that of a linear layer.
+    """
     operations = torch.ops.aten
     named = {operations.softmax.int: "softmax", operations.log_softmax.int: "log_softmax",
              operations.sigmoid.default: "sigmoid"}  # fmt: skip
@@ -99,7 +93,10 @@ def _source(node: Any, module: fx.GraphModule) -> _Source:
         else:
             break
         node = node.args[0]
-    return _Source(node, end, scale)
+    name = _layer_of(node)
+    if name is None:
+        return node, None
+    return node, Ending((Part(name, node.args[1].meta["val"].shape[1], 0, scale),), end, path)
 
 
 def _number(value: Any, module: fx.GraphModule) -> float | None:
@@ -109,14 +106,6 @@ def _number(value: Any, module: fx.GraphModule) -> float | None:
         value = getattr(module.get_submodule(place), name)
         return float(value.detach()) if isinstance(value, Tensor) and value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None
-
-
-def _ending(source: _Source, path: endings.Path) -> Ending | None:
-    """The ending of an output that comes from a linear layer; none where it comes from something else."""
-    name = _layer_of(source.node)
-    if name is None:
-        return None
-    return Ending((Part(name, source.node.args[1].meta["val"].shape[1], 0, source.scale),), source.end, path)
 
 
 def _layer_of(node: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from unskew.errors import UsageError
+from unskew.errors import UsageError, few
 from unskew.models.inputs import each, parts_of
 
 # How far the answers for an example may lie apart, in parts of the largest: convolutions take other ways for other
@@ -78,9 +78,8 @@ class Runner:
     otherwise is refused: what is computed from its answers would depend on how the data are cut into batches.
     """
 
-    def __init__(self, network: nn.Module, name: str = "the model", steady: bool = True) -> None:
+    def __init__(self, network: nn.Module, steady: bool = True) -> None:
         self.network = network
-        self.name = name
         self.unchecked = steady
         self.before: tuple[Any, Tensor] | None = None  # a batch of one example, and its answer
 
@@ -94,19 +93,18 @@ class Runner:
 
     def _answer(self, x: Any, examples: int) -> Tensor:
         if examples != 1 or examples_in(x) != 1:
-            return tried(self.network, self.name, x)
+            return tried(self.network, "the model", x)
         failed: UsageError | None = None
         try:
-            answer: Tensor = tried(self.network, self.name, x)
+            answer: Tensor = tried(self.network, "the model", x)
             if answer.ndim == 2 and len(answer) == 1:
                 return answer
         except UsageError as error:
             failed = error
         try:
-            again: Tensor = tried(self.network, self.name, twice(x))
+            return tried(self.network, "the model", twice(x))[:1]
         except UsageError as error:
             raise failed or error from None
-        return again[:1]
 
     def _check(self, x: Any, answer: Tensor, examples: int) -> None:
         """Compare the answers to some examples together and alone; of batches of one, two are put together."""
@@ -137,11 +135,11 @@ class Runner:
             return
         if _largest(answer, self._answer(x, examples)) > bound:
             raise UsageError(
-                f"{self.name} answers the same input differently each time, by {apart / largest:.0%}: something in it "
+                f"the model answers the same input differently each time, by {apart / largest:.0%}: something in it "
                 "is random in eval mode too, as F.dropout(x) is without training=self.training. Mend that first"
             )
         raise UsageError(
-            f"{self.name}'s features of an example depend on what else is in its batch: they change by "
+            f"the model's features of an example depend on what else is in its batch: they change by "
             f"{apart / largest:.0%} when it comes {'alone' if examples == 1 else 'with another'}. "
             f"{_culprits(self.network)}"
         )
@@ -172,10 +170,9 @@ def _culprits(network: nn.Module) -> str:
     """What makes features depend on the batch, and what to do."""
     norms = [name for name, part in network.named_modules()
              if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None]  # fmt: skip
-    cause = f"Batch norm without running statistics does that: {', '.join(norms[:3])}" if norms else (
+    cause = f"Batch norm without running statistics does that: {few(norms)}" if norms else (
         "Batch norm over the batch itself does that, and whatever else mixes examples")  # fmt: skip
-    more = f" and {len(norms) - 3} more" if len(norms) > 3 else ""
     return (
-        f"{cause}{more}. Give it running statistics (track_running_stats=True, and some batches in train mode), or "
+        f"{cause}. Give it running statistics (track_running_stats=True, and some batches in train mode), or "
         "take a norm over each example, such as nn.GroupNorm"
     )

@@ -46,15 +46,14 @@ class Transform(nn.Module):
         self.steps = [step for step in steps if step[0] != "identity"]
         self.name = "+".join(_written(*step) for step in self.steps) or "identity"  # one name for "0.5" and ".50"
         self.dimension = dimension  # of what comes in, if known
-        if dimension is not None:
-            limits.check("unbacked", self.nbytes(dimension), f"transform {self.name!r}")
-        for place, (kind, numbers) in enumerate(self.steps):
-            if dimension is not None:
-                if kind == "fourier":
-                    directions, phases = _waves(dimension, *numbers)
-                    self.register_buffer(f"directions_{place}", directions.float())
-                    self.register_buffer(f"phases_{place}", phases.float())
-                dimension = _width(kind, numbers, dimension)
+        if dimension is None:
+            return
+        limits.check("unbacked", self.nbytes(dimension), f"transform {self.name!r}")
+        for place, ((kind, numbers), width) in enumerate(zip(self.steps, self._widths(dimension), strict=False)):
+            if kind == "fourier":
+                directions, phases = _waves(width, *numbers)
+                self.register_buffer(f"directions_{place}", directions.float())
+                self.register_buffer(f"phases_{place}", phases.float())
 
     def width(self, dimension: int) -> int:
         """How many numbers come out for so many that go in; refused if there are too many, at any step."""
@@ -69,7 +68,7 @@ class Transform(nn.Module):
         """How many numbers there are before and after each step; mere arithmetic, so that it can be refused."""
         widths = [dimension]
         for kind, numbers in self.steps:
-            widths.append(_width(kind, numbers, widths[-1]))
+            widths.append(2 * widths[-1] if kind == "squares" else int(numbers[0]) if kind == "fourier" else widths[-1])
             if kind in ("squares", "fourier"):
                 limits.check("width", widths[-1], f"transform {self.name!r}")
         return widths
@@ -114,9 +113,9 @@ def _parsed(name: str, step: str) -> tuple[str, Numbers]:
                    "fourier": (2, 3)}.get(kind, (99, 0))  # fmt: skip
     if not least <= len(given) <= most:
         raise UsageError(f"unknown transform {name!r}: allowed are {EXAMPLES}")
-    if not all(map(_finite, given)):
-        wrong = next(text for text in given if not _finite(text))
-        raise UsageError(f"transform {name!r}: {wrong!r} is not a number; allowed are {EXAMPLES}")
+    wrong = [text for text in given if not _finite(text)]
+    if wrong:
+        raise UsageError(f"transform {name!r}: {wrong[0]!r} is not a number; allowed are {EXAMPLES}")
     numbers = tuple(map(float, given))
     if kind == "fourier":
         numbers = (*numbers, 1.0)[:3]
@@ -139,10 +138,6 @@ def _finite(text: str) -> bool:
 
 def _written(kind: str, numbers: Numbers) -> str:
     return ":".join([kind, *(f"{number:.10g}" for number in numbers)])
-
-
-def _width(kind: str, numbers: Numbers, dimension: int) -> int:
-    return {"squares": 2 * dimension, "fourier": int(numbers[0]) if numbers else 0}.get(kind, dimension)
 
 
 @functools.lru_cache(maxsize=2)

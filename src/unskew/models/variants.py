@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unskew.errors import COUNT, UsageError, check_number, lookup
-from unskew.models.networks import Split, linear, linear_of
+from unskew.models.networks import Split, drawing_from, linear, linear_of
 from unskew.models.transforms import Transform
-from unskew.seeds import seeded
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +56,13 @@ def fixed_classifier(model: Split, rows: str = "qr", generator: torch.Generator 
     >>> torch.allclose(rows @ rows.T, torch.eye(3), atol=1e-5)
     True
     """
-    old = linear(model.classifier)
-    place = lookup("placement of rows", rows, directions)
-    if old.out_features > old.in_features and rows in ("qr", "gram-schmidt"):
-        log.warning(
-            "%d classes in %d dimensions can't be orthogonal: placed by Tammes' problem",
-            old.out_features,
-            old.in_features,
-        )
+    old = linear(model.classifier).weight
+    (classes, dimension), place = old.shape, lookup("placement of rows", rows, directions)
+    if classes > dimension and rows in ("qr", "gram-schmidt"):
+        log.warning("%d classes in %d dimensions can't be orthogonal: placed by Tammes' problem", classes, dimension)
         place = tammes
-    weight = place(old.out_features, old.in_features, generator or torch.Generator().manual_seed(0))
-    classifier = linear_of(weight.to(old.weight)).requires_grad_(False)
+    weight = place(classes, dimension, generator or torch.Generator().manual_seed(0))
+    classifier = linear_of(weight.to(old)).requires_grad_(False)
     return Split(copy.deepcopy(model.features), classifier, model.layer).train(model.training)
 
 
@@ -103,9 +98,7 @@ def projection(model: Split, width: int = 256, generator: torch.Generator | None
     """
     check_number("width", width, COUNT)
     old = linear(model.classifier)
-    draw = generator or torch.Generator().manual_seed(0)
-    seed = int(torch.randint(2**63 - 1, (), generator=draw, device=draw.device))
-    with seeded(seed):
+    with drawing_from(generator or torch.Generator().manual_seed(0)):
         inner, outer = nn.Linear(old.in_features, old.in_features), nn.Linear(old.in_features, width)
         classifier = nn.Linear(width, old.out_features, bias=old.bias is not None)
     features = nn.Sequential(copy.deepcopy(model.features), inner, nn.ReLU(), outer)

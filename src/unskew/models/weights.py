@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import pickle
 import re
@@ -23,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unskew.errors import DataError, one_line
+from unskew.errors import DataError, few, one_line
 from unskew.files import limits
 from unskew.files.archives import opened_zip
 from unskew.files.headers import TYPES
 from unskew.files.pickles import check_pickled
 from unskew.files.untrusted import is_memory, open_regular
-from unskew.files.writing import load_tree, save_tree
+from unskew.files.writing import load_tree
 from unskew.tree import Tree
 
 log = logging.getLogger(__name__)
@@ -164,10 +165,10 @@ def renamed(module: nn.Module, tree: Tree, path: str | Path) -> Tree:
     of the library.
     """
     own = module.state_dict(keep_vars=True)
-    names = {name: _WRAPPERS.sub("", name) for name in tree} if not any(map(_WRAPPERS.search, own)) else {}
-    tree = _with_names(tree, {name: names.get(name, name) for name in tree})
+    if not any(map(_WRAPPERS.search, own)):
+        tree = _with_names(tree, {name: _WRAPPERS.sub("", name) for name in tree})
     if _lacking(own, tree):
-        tree = _with_names(tree, _unprefixed(own, tree, path))
+        tree = _unprefixed(own, tree, path)
     if _lacking(own, tree):
         inside = _common(own)
         within = {f"{inside}.{name}": value for name, value in tree.items()}
@@ -207,12 +208,8 @@ def _lacking(own: Mapping[str, Tensor], tree: Mapping[str, Tensor]) -> list[str]
 
 def _common(names: Iterable[str]) -> str:
     """The part that all of a module's tensors are in."""
-    common = []
-    for words in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(words)) > 1:
-            break
-        common.append(words[0])
-    return ".".join(common)
+    places = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return ".".join(words[0] for words in itertools.takewhile(lambda words: len(set(words)) == 1, places))
 
 
 def _counter(name: str) -> bool:
@@ -220,14 +217,14 @@ def _counter(name: str) -> bool:
     return name.endswith("num_batches_tracked")
 
 
-def _unprefixed(own: Mapping[str, Tensor], tree: Tree, path: str | Path) -> dict[str, str]:
-    """The names in a file, without the prefix under which most of a module's names are there."""
+def _unprefixed(own: Mapping[str, Tensor], tree: Tree, path: str | Path) -> Tree:
+    """Weights under their names without the prefix under which most of a module's names are there."""
     fits = Counter(
         name[:place] for name in tree for place in (0, *(dot.end() for dot in re.finditer(r"\.", name)))
         if name[place:] in own
     )  # fmt: skip
     if not fits:
-        return {name: name for name in tree}
+        return tree
     most = max(fits.values())
     best = [prefix for prefix, n in fits.items() if n == most]
     plain = [prefix for prefix in best if not _AVERAGED.search(prefix)] or best
@@ -235,7 +232,7 @@ def _unprefixed(own: Mapping[str, Tensor], tree: Tree, path: str | Path) -> dict
     short = {name: name.removeprefix(prefix) for name in tree if name.startswith(prefix)}
     if _lacking(own, dict.fromkeys(short.values(), torch.empty(0))):
         everywhere = len(short) == len(tree)  # then a refusal tells what is truly missing
-        return short if everywhere else {name: name for name in tree}
+        return _with_names(tree, short) if everywhere else tree
     if len(plain) > 1:
         raise DataError(
             f"{path}: its weights are there several times, under {', '.join(map(repr, sorted(plain)))}. {REMEDY}"
@@ -243,7 +240,7 @@ def _unprefixed(own: Mapping[str, Tensor], tree: Tree, path: str | Path) -> dict
     others = [name for name in tree if name not in short]
     more = f"; the others are left out: {few(others)}" if others else ""
     log.warning("%s: the weights are those whose names begin with %r%s", path, prefix, more)
-    return short
+    return _with_names(tree, short)
 
 
 def _of_transformers(module: Any, tree: Tree) -> Tree:
@@ -331,14 +328,3 @@ def _taken_anyway(module: nn.Module, tree: Tree) -> bool:
     except (RuntimeError, ValueError):
         return False
     return True
-
-
-def save_weights(path: str | Path, tree: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Replace a safetensors file of weights; those that several names share are written under each."""
-    save_tree(Path(path), tree, metadata)
-
-
-def few(names: list[str], most: int = 3) -> str:
-    """The first of many names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -8,7 +8,7 @@ client axis.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import NamedTuple
 
 import torch
@@ -35,29 +35,24 @@ class Local(NamedTuple):
 
 def begin(net: Network, algorithm: Algorithm, start: Tree) -> Local:
     """A client that holds its model and has done nothing."""
-    velocity = zeros(pick(start, _trainable(net, algorithm)))
-    counter = next(iter(start.values())).new_zeros(())
+    velocity = zeros(_unfrozen(start, net.learnable, algorithm))
+    counter = any_tensor(start).new_zeros(())
     return Local(start, velocity, dict.fromkeys(velocity, counter), counter)
 
 
-LocalStep = Callable[[Local, Batch, Context, Tensor, SGD], Local]
-
-
-def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
+def local_step(net: Network, algorithm: Algorithm) -> Callable[[Local, Batch, Context, Tensor, SGD], Local]:
     """One step of SGD of one client: criterion + penalty -> gradient -> correct -> pull -> momentum -> new weights."""
-    trainable, moves = _trainable(net, algorithm), _moving(net, algorithm)
 
     def step(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: SGD) -> Local:
-        constant = pick(local.model, lambda name: not trainable(name) and name not in net.moving)
-
         def objective(learnt: Tree) -> tuple[Tensor, Tree]:
             written = each(torch.clone, pick(local.model, net.moving.__contains__))  # by the forward pass
-            model = {**constant, **learnt, **written}
+            model = {**local.model, **learnt, **written}
             output = net(model, batch.x, train=True)
             loss = algorithm.criterion(output.logits, batch.y)
-            return loss + algorithm.penalty(net, model, batch, output, context), pick(model, moves)
+            loss = loss + algorithm.penalty(net, model, batch, output, context)
+            return loss, _unfrozen(model, net.moving, algorithm)
 
-        learnt = pick(local.model, trainable)
+        learnt = _unfrozen(local.model, net.learnable, algorithm)
         grads, (loss, moving) = grad_and_value(objective, has_aux=True)(learnt)
         grads = algorithm.correct(grads, local.model, context)
         if not isinstance(grads, dict) or {k: g.shape for k, g in grads.items()} != {
@@ -78,12 +73,8 @@ def local_step(net: Network, algorithm: Algorithm) -> LocalStep:
             moved = each(torch.where, gate, moved, learnt)
             velocity = each(torch.where, gate, velocity, local.velocity)
             steps = each(torch.where, gate, steps, local.steps)
-        return Local(
-            {**local.model, **moved, **each(torch.detach, moving)},
-            velocity,
-            steps,
-            local.loss + loss.detach(),
-        )
+        model = {**local.model, **moved, **each(torch.detach, moving)}
+        return Local(model, velocity, steps, local.loss + loss.detach())
 
     return step
 
@@ -104,18 +95,17 @@ def enter(net: Network, algorithm: Algorithm, tree: Tree) -> Client:
 
 def seen(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
     """The tensors that an algorithm works on: learnable, not frozen, shared."""
-    trainable = _trainable(net, algorithm)
-    return pick(tree, lambda name: trainable(name) and algorithm.shared(name))
+    return pick(_unfrozen(tree, net.learnable, algorithm), algorithm.shared)
 
 
 def travelling(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
     """What a client receives of the model in a round: all that changes and is shared."""
-    return pick(tree, lambda name: _changes(net, algorithm, name) and algorithm.shared(name))
+    return pick(_unfrozen(tree, net.learnable | net.moving, algorithm), algorithm.shared)
 
 
 def at_home(net: Network, algorithm: Algorithm, tree: Tree) -> Tree:
     """What stays with a client of its model: all that changes and is not shared."""
-    return pick(tree, lambda name: _changes(net, algorithm, name) and not algorithm.shared(name))
+    return pick(_unfrozen(tree, net.learnable | net.moving, algorithm), lambda name: not algorithm.shared(name))
 
 
 def leave(
@@ -125,8 +115,7 @@ def leave(
     pulls = _pulls(algorithm, local.steps, context)
     work = Work(examples, local.steps, sgd.lr, sgd.momentum, pulls, local.model)
     upload, memory = _pair("report", algorithm.report(seen(net, algorithm, local.model), context, work))
-    moves = _moving(net, algorithm)
-    statistics = sub(pick(local.model, lambda name: moves(name) and algorithm.shared(name)), context.start)
+    statistics = sub(pick(_unfrozen(local.model, net.moving, algorithm), algorithm.shared), context.start)
     upload = {**upload, **prefix("statistics", scale(statistics, examples)), "examples": examples}
     return upload, Client(at_home(net, algorithm, local.model), memory)
 
@@ -149,16 +138,9 @@ def _pair(name: str, made: object) -> tuple[Tree, Tree]:
     return made  # type: ignore[return-value]
 
 
-def _trainable(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
-    return lambda name: name in net.learnable and not algorithm.frozen(name)
-
-
-def _moving(net: Network, algorithm: Algorithm) -> Callable[[str], bool]:
-    return lambda name: name in net.moving and not algorithm.frozen(name)
-
-
-def _changes(net: Network, algorithm: Algorithm, name: str) -> bool:
-    return (name in net.learnable or name in net.moving) and not algorithm.frozen(name)
+def _unfrozen(tree: Tree, names: Set[str], algorithm: Algorithm) -> Tree:
+    """Those of some tensors that change."""
+    return pick(tree, lambda name: name in names and not algorithm.frozen(name))
 
 
 # ---------------------------------------------------------------------------------------------- a whole visit
@@ -185,7 +167,7 @@ def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, para
         with seeded_noise(todo.noise, params):
             for t in range(count):
                 with noted(f"while training client {id}, step {t + 1} of {count}"):
-                    batch = batch_of(data, any_tensor(params).dtype, todo.rows[t], crops_at(todo.crops, t))
+                    batch = planned(data, params, todo, t)
                     local = step(local, batch, context, tensor_like(params, t / count), sgd)
         upload, client = leave(net, algorithm, sgd, local, context, tensor_like(params, size))
         return Visited(upload, client, local.loss.item() / max(count, 1))
@@ -198,9 +180,10 @@ def batch_of(data: Dataset, dtype: torch.dtype, rows: Tensor, crops: Crops | Non
     return Batch(normalise(gather(data.x, rows, crops), data.mean, data.std, dtype), data.y[rows])
 
 
-def crops_at(crops: Crops | None, index: int | tuple[slice, int]) -> Crops | None:
-    """How the examples of one batch are cropped."""
-    return None if crops is None else Crops(crops.shift[index], crops.flip[index])
+def planned(data: Dataset, params: Tree, todo: Plan, index: int | tuple[slice, int]) -> Batch:
+    """The batch of a step of a plan, or of the plans of several clients, in the model's precision."""
+    crops = None if todo.crops is None else Crops(*(part[index] for part in todo.crops))
+    return batch_of(data, any_tensor(params).dtype, todo.rows[index], crops)
 
 
 def any_tensor(params: Tree) -> Tensor:

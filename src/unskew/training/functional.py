@@ -35,14 +35,10 @@ class Network:
         return functional_call(self.modes[train], tree, (x,))
 
 
-class _Both(nn.Module):
-    """The parts of a Split, under their names, giving features and logits."""
+class _Both(Split):
+    """A Split that gives features and logits."""
 
-    def __init__(self, model: Split) -> None:
-        super().__init__()
-        self.features, self.classifier = model.features, model.classifier
-
-    def forward(self, x: Tensor) -> Output:
+    def forward(self, x: Tensor) -> Output:  # type: ignore[override]
         features = self.features(x)
         return Output(features, self.classifier(features))
 
@@ -52,16 +48,16 @@ def network(model: Split, device: torch.device | None = None) -> Network:
 
     Parameters that do not require gradients and integer buffers are constants; other buffers are running statistics.
     """
-    modes = {train: copy.deepcopy(_Both(model)).to(device).train(train) for train in (True, False)}
-    for module in (module for both in modes.values() for module in both.modules()):
+    both = _Both(model.features, model.classifier)
+    modes = {train: copy.deepcopy(both).to(device).train(train) for train in (True, False)}
+    for module in (*modes[True].modules(), *modes[False].modules()):
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             if module.momentum is None:
                 raise UsageError(
                     "a batch norm layer has momentum=None (a cumulative average): give it a momentum, such as 0.1"
                 )
             module.num_batches_tracked = None  # a counter nobody reads; updating it would break vmap(grad)
-    both = modes[True]
-    parameters, buffers = dict(both.named_parameters()), dict(both.named_buffers())
+    parameters, buffers = dict(modes[True].named_parameters()), dict(modes[True].named_buffers())
     buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
     tree = {name: value.detach().clone() for name, value in {**parameters, **buffers}.items()}
     learnable = frozenset(name for name, value in parameters.items() if value.requires_grad)

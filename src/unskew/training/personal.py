@@ -23,7 +23,7 @@ from unskew.calibration import ridge as least_squares
 from unskew.calibration.calibrator import plain, with_classifier
 from unskew.calibration.retraining import retrain
 from unskew.data.partition import Federation
-from unskew.errors import COUNT, DECAY, NOT_NEGATIVE, UsageError, check_number
+from unskew.errors import UsageError, check_number
 from unskew.methods.algorithm import Algorithm, never
 from unskew.methods.algorithms import fedavg
 from unskew.methods.optim import SGD
@@ -35,6 +35,7 @@ from unskew.statistics.collecting import collect
 from unskew.training.client import at_home, enter, make_visit
 from unskew.training.functional import installed, network
 from unskew.training.plan import make_plan
+from unskew.training.settings import RULES
 from unskew.training.training import Diverged, Round
 
 
@@ -71,7 +72,7 @@ def _as_it_stands(model: Split, site: Site) -> Split:
 
 def head(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0.9) -> Way:
     """Fine-tune the head by SGD on the method's own loss; the features are fixed and in eval mode."""
-    _check(epochs, lr, batch, momentum)
+    _check(epochs=epochs, lr=lr, batch=batch, momentum=momentum)
 
     def fit(model: Split, site: Site) -> Split:
         if isinstance(model.classifier, NormalisedLinear):
@@ -92,7 +93,7 @@ def head(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0
 
 def everything(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0.9) -> Way:
     """Fine-tune all that the method trains, by SGD on its own loss: a round that nobody shares."""
-    _check(epochs, lr, batch, momentum)
+    _check(epochs=epochs, lr=lr, batch=batch, momentum=momentum)
 
     def fit(model: Split, site: Site) -> Split:
         alone = replace(fedavg(), criterion=site.algorithm.criterion, frozen=site.algorithm.frozen, shared=never)
@@ -197,8 +198,6 @@ def score_personal(models: Iterator[Split], federation: Federation) -> Personal:
     )
 
 
-def _check(epochs: int, lr: float, batch: int, momentum: float) -> None:
-    check_number("epochs", epochs, COUNT)
-    check_number("lr", lr, NOT_NEGATIVE)
-    check_number("batch", batch, COUNT)
-    check_number("momentum", momentum, DECAY)
+def _check(**settings: float) -> None:
+    for name, value in settings.items():
+        check_number(name, value, RULES[name])

@@ -27,9 +27,9 @@ from unskew.models.evaluate import batches, check_width
 from unskew.models.networks import Split
 from unskew.seeds import generator
 from unskew.statistics.collecting import collect
-from unskew.statistics.moments import FeatureStats, added
+from unskew.statistics.moments import added
 from unskew.training.aggregate import Aggregator, plain_aggregator
-from unskew.training.client import Visited, at_home, enter, make_visit, seen, settle
+from unskew.training.client import Visited, any_tensor, at_home, enter, make_visit, seen, settle
 from unskew.training.functional import Network, installed, network
 from unskew.training.plan import Plan, make_plan, step_count
 from unskew.training.settings import RULES
@@ -201,10 +201,8 @@ class Training:
                 f"lower the learning rate (it is {round.lr:g})"
             )
         params = round.params
-        if self.recalibrated_in(round.number):
-            assert self.recalibrate is not None
-            draw = generator(self.seed, "recalibrate", round.number)
-            params = _recalibrated(self.model, params, self.federation, self.recalibrate[0], draw)
+        if self.recalibrate is not None and self.recalibrated_in(round.number):
+            params = _recalibrated(self, round, self.recalibrate[0])
         return round._replace(params=params, loss=loss, seconds=time.perf_counter() - began)
 
     def recalibrated_in(self, number: int) -> bool:
@@ -212,20 +210,23 @@ class Training:
         return self.recalibrate is not None and number % self.recalibrate[1] == 0
 
 
-def _recalibrated(
-    model: Split, params: Tree, federation: Federation, calibrator: Calibrator, draw: torch.Generator
-) -> Tree:
+def _recalibrated(run: Training, round: Round, calibrator: Calibrator) -> Tree:
     """The model of a round with the classifier that a calibrator makes of all clients' statistics."""
-    trained = installed(model, params)
-    made = calibrate(trained, collect_all(trained, federation, calibrator), calibrator, draw)
-    new = {f"classifier.{name}": value for name, value in made.classifier.state_dict().items()}
-    return {**params, **new}
+    model, data = installed(run.model, round.params), run.federation.data
+    dtype = next(model.parameters()).dtype
+    every = (
+        collect(model, batches(data, rows, dtype=dtype), data.classes, calibrator.form, calibrator.transform)
+        for rows in run.federation.clients
+    )
+    stats = list(every) if calibrator.apart else added(every)
+    made = calibrate(model, stats, calibrator, generator(run.seed, "recalibrate", round.number))
+    return {**round.params, **{f"classifier.{name}": value for name, value in made.classifier.state_dict().items()}}
 
 
 def _check_fit(run: Training) -> None:
     """Refuse a model, a method and a recalibration that do not fit the data or each other: two examples are tried."""
     model, net, data, algorithm, recalibrate = run.model, run.net, run.federation.data, run.algorithm, run.recalibrate
-    output = net(net.tree, normalise(data.x[:2], data.mean, data.std, next(iter(net.tree.values())).dtype))
+    output = net(net.tree, normalise(data.x[:2], data.mean, data.std, any_tensor(net.tree).dtype))
     check_width(output.logits, data.classes)
     algorithm.fits(model, output)
     if not seen(net, algorithm, net.tree):
@@ -249,16 +250,6 @@ def _check_fit(run: Training) -> None:
         )
     if every > run.rounds:
         raise UsageError(f"recalibrate is every {every} rounds, but there are {run.rounds}: it would never happen")
-
-
-def collect_all(model: Split, federation: Federation, calibrator: Calibrator) -> FeatureStats | list[FeatureStats]:
-    """The sum of all clients' statistics; or the list of them, for a calibrator that needs them apart."""
-    data, dtype = federation.data, next(model.parameters()).dtype
-    every = (
-        collect(model, batches(data, rows, dtype=dtype), data.classes, calibrator.form, calibrator.transform)
-        for rows in federation.clients
-    )
-    return list(every) if calibrator.apart else added(every)
 
 
 def cohort_of(clients: int, fraction: float, seed: int, round: int) -> list[int]:

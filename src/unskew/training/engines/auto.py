@@ -89,8 +89,8 @@ def choose_engine(run: Training, precision: str = "float32", engine: str = "auto
         return Choice(rule if engine == "auto" else engine)
     speeds = _remembered(run, precision, lambda: measured(run, precision))
     best, seconds = Choice("sequential", speeds=speeds), total / speeds["sequential"]
-    for name in measurable:
-        if name in speeds and (name != "workers" or _can_work(run)) and MARGIN * total / speeds[name] < seconds:
+    for name in _startable(run):
+        if name in speeds and MARGIN * total / speeds[name] < seconds:
             best, seconds = Choice(name, speeds=speeds), total / speeds[name]
     if engine == "lanes":
         seconds = math.inf
@@ -125,10 +125,9 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
     data = run.federation.data
     few = min(run.fraction, 8 / len(run.federation.clients))
     short = replace(run, rounds=2, steps=1, epochs=1, fraction=few, recalibrate=None, lr=1e-12)  # it can't diverge
-    candidates = {name: made for name, made in measurable.items() if name != "workers" or _can_work(run)}
-    speeds: dict[str, float] = {}
-    for name, engine in candidates.items():  # one step warms up and says how many make a turn
-        speeds[name] = _speed(short, engine)
+    candidates = _startable(run)
+    # One step warms up and says how many make a turn.
+    speeds = {name: _speed(short, engine) for name, engine in candidates.items()}
     clients = len(short.ids(1))
     for _ in range(TURNS):
         for name, engine in candidates.items():
@@ -146,13 +145,13 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
     return speeds
 
 
-def _can_work(run: Training) -> bool:
-    """Whether workers can be started here."""
+def _startable(run: Training) -> dict[str, Engine]:
+    """The engines that can be started here: not always workers."""
     try:
         check_workers(run.federation.data.y.device)
     except UsageError:
-        return False
-    return True
+        return {name: engine for name, engine in measurable.items() if name != "workers"}
+    return measurable
 
 
 def _speed(run: Training, engine: Engine) -> float:

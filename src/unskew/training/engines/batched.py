@@ -10,19 +10,7 @@ from torch.func import vmap
 
 from unskew.data.datasets import Crops
 from unskew.methods.algorithm import Client, Context
-from unskew.training.client import (
-    Local,
-    any_tensor,
-    batch_of,
-    begin,
-    crops_at,
-    leave,
-    local_step,
-    noted,
-    seeded_noise,
-    settle,
-    tensor_like,
-)
+from unskew.training.client import Local, begin, leave, local_step, noted, planned, seeded_noise, settle, tensor_like
 from unskew.training.engines.protocol import RoundByRound
 from unskew.training.plan import Plan
 from unskew.training.training import Outcome, Round, Training
@@ -59,8 +47,7 @@ def batched(training: Training, last: Round, ids: Sequence[int]) -> Outcome:
             shares = tensor_like(params, counts[: place + 1])
             while t < counts[place]:
                 with noted(f"while training clients {order[: place + 1]}, step {t + 1}"):
-                    crops = crops_at(todo.crops, (slice(place + 1), t))
-                    batch = batch_of(data, any_tensor(params).dtype, todo.rows[: place + 1, t], crops)
+                    batch = planned(data, params, todo, (slice(place + 1), t))
                     local = step(local, batch, context, t / shares, sgd)
                 t += 1
             done, given = _rows(local, context, place)

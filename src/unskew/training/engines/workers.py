@@ -14,6 +14,7 @@ They end with their parent, and one that dies or stands still is told by name (`
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import multiprocessing
 import os
@@ -23,7 +24,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from unskew.errors import COUNT, UsageError, check_number
 from unskew.methods.algorithm import Client
 from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.system.machine import threads
-from unskew.training.client import Visited, make_visit
+from unskew.training.client import Visited
 from unskew.training.engines.protocol import Resume, next_round, one_at_a_time
 from unskew.training.training import Outcome, Round, Training
 from unskew.tree import Tree, each, pick, prefix, under
@@ -67,9 +67,13 @@ class Workers:
         with threads(1):
             last = resume or run.start()
         with _hired(run, count) as crew:
+
+            def train_round(run: Training, last: Round, ids: Sequence[int]) -> Outcome:
+                return run.aggregate(last, ids, _visits(run, crew, last, ids))
+
             while last.number < run.rounds:
                 with threads(1):
-                    last = next_round(partial(_train_round, crew), run, last)
+                    last = next_round(train_round, run, last)
                 yield last
 
 
@@ -178,10 +182,6 @@ def _forking() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _train_round(crew: Sequence[Worker], run: Training, last: Round, ids: Sequence[int]) -> Outcome:
-    return run.aggregate(last, ids, _visits(run, crew, last, ids))
-
-
 def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[int]) -> Iterator[Visited]:
     """What the clients have done, in the order of the cohort."""
     sent = pick(last.state, run.algorithm.sent)
@@ -196,7 +196,7 @@ def _visits(run: Training, crew: Sequence[Worker], last: Round, ids: Sequence[in
             place = waiting.popleft()
             brought = worker.client.write(run.visitor(last, ids[place]).tree())
             with _alive(worker, ids[place]):
-                worker.child.pipe.send((last.number + 1, ids[place], server, brought))
+                worker.child.pipe.send((last.number, ids[place], server, brought))
             busy[worker.child.pipe] = worker, place
 
     for worker in crew:
@@ -248,18 +248,13 @@ def _serve(run: Training, pipe: Connection, server: Shared, shared: Shared, puls
             number, id, given, brought = pipe.recv()
             reply: tuple[Layout, float] | Failure
             try:
-                client = Client.of(each(torch.clone, shared.read(brought)))
-                upload, client, loss = _trained(run, number, id, server.read(given), client)
+                held, client = server.read(given), Client.of(each(torch.clone, shared.read(brought)))
+                params, state = under("params", held), under("sent", held)
+                last = Round(number, params, state, {id: client}, (), math.nan, math.nan, 0.0)
+                upload, client, loss = run.visits(last)(id)
                 reply = shared.write({**prefix("upload", upload), **client.tree()}), loss
             except BaseException as error:
                 reply = failure(error)
             with contextlib.suppress(OSError):  # nobody reads
                 print(end="", flush=True)  # what a method has printed, lest it end with the worker
             pipe.send(reply)
-
-
-def _trained(run: Training, number: int, id: int, server: Tree, client: Client) -> Visited:
-    """A client's work in a round."""
-    params, sent = under("params", server), under("sent", server)
-    visit = make_visit(run.net, run.algorithm, run.sgd(number), run.federation.data, params, sent)
-    return visit(id, client, run.plan(number, id), run.federation.sizes[id])
