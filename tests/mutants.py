@@ -122,7 +122,6 @@ MUTANTS = [
            f"{SELECTION} -k candidates"),
     Mutant("calibration", "self.mean + opposite.mean", "self.mean - opposite.mean",
            f"{ANSWERS} calibration/test_selection.py"),
-    Mutant("calibration", ".mean(1).sqrt()", ".sqrt().mean(1)", f"{SELECTION} -k separation"),
     # ------------------------------------------------------------------------------------------ training
     Mutant("training", "size + torch.arange(-size % batch)", "torch.arange(-size % batch)", ENGINE),
     Mutant("training", "scale(statistics, examples)", "statistics", "golden/test_golden.py -k fedavg-batch"),
