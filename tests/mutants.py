@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant("statistics", "range(0, len(matrix), 256)", "range(0, min(len(matrix), 256), 256)", STATISTICS),
     Mutant("statistics", "row * (row - 1) // 2", "row * (row + 1) // 2", STATISTICS),
     # ------------------------------------------------------------------------------------------ scrutiny, doubts
-    Mutant("statistics", "((rows <= 1) & (squares", "((rows < 1) & (squares", SCRUTINY),
+    Mutant("statistics", "((count <= 1) & (traces", "((count < 1) & (traces", SCRUTINY),
     Mutant("statistics", "not 0 <= right <= examples:", "not 0 <= right <= examples + 1:", SCRUTINY),
     Mutant("statistics", " - float(squares.square().sum())) / trace", ") / trace", SCRUTINY),
     Mutant("statistics", "return float((self.counts - 1).clamp", "return float(self.counts.clamp",

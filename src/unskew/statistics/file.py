@@ -125,11 +125,8 @@ def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Piece
     centre = stats.count @ stats.mean / stats.count.sum().clamp(min=1)
     cubes = stats.mean.new_zeros(stats.classes) if stats.cubes is None else stats.cubes
 
-    def scatters() -> Iterator[Tensor]:
-        yield from stats.scatter if stats.form == "class" else [stats.scatter]
-
     def divided() -> Iterator[Tensor]:
-        for scatter in scatters():
+        for _, _, scatter, _ in stats.scatters():
             wide = _spread(scatter, stats.dimension)
             yield (32767 * scatter / pack(torch.outer(wide, wide)).clamp(min=1e-300)).clamp(-32767, 32767).round()
 
@@ -138,8 +135,10 @@ def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Piece
         "centre": lambda: iter([centre]),
         "cubes": lambda: iter([cubes]),
         "mean": lambda: iter([stats.mean if precision == "float64" else _offsets(stats.count, stats.mean, centre)]),
-        "scatter": divided if rounding == "int16" else lambda: (row.to(PRECISIONS[rounding]) for row in scatters()),
-        "spread": lambda: (_spread(scatter, stats.dimension).float() for scatter in scatters()),
+        "scatter": divided
+        if rounding == "int16"
+        else lambda: (row.to(PRECISIONS[rounding]) for _, _, row, _ in stats.scatters()),
+        "spread": lambda: (_spread(row, stats.dimension).float() for _, _, row, _ in stats.scatters()),
     }
     return {start + name: pieces for name, pieces in made.items()}
 
@@ -293,9 +292,9 @@ def _pour(
     arrived: dict[str, Tensor] = {}
     step = STEP[rounding_of(header.form, header.precision)]
     scrutiny = Scrutiny(str(file.path), header.form, header.transform, header.dimension, step) if examine else None
-    poured = [_Part(str(file.path), header, total, header.form, "", sign, scrutiny)]
+    poured = [_Part(str(file.path), header, total, sign, scrutiny)]
     if total.held_out is not None:
-        poured.append(_Part(str(file.path), header, total.held_out, "pooled", HELD, sign, scrutiny))
+        poured.append(_Part(str(file.path), header, total.held_out, sign, scrutiny, HELD))
     for name, start, piece in file.read():
         low, high = map(float, piece.aminmax()) if piece.numel() else (0.0, 0.0)  # in place of copies
         if not (low > -HIGHEST and high < HIGHEST):  # so for NaN too
@@ -323,8 +322,7 @@ def _pour(
     if header.right is not None and header.right > header.examples:
         raise DataError(f"{file.path}: right is {header.right}, but there are {header.examples} examples")
     if scrutiny is not None and examine is not None:
-        count, mean, *held = (value for part in poured for value in (arrived[f"{part.prefix}count"], part.means))
-        examine(scrutiny.summary(count, mean, header.origin, (held[0], held[1]) if held else None, header.right))
+        examine(scrutiny.summary(header.origin, header.right))
     if header.parts:
         return header.parts
     return (part_of(header.digest, header.site, arrived["count"], header.held_out, poured[0].means),)
@@ -334,39 +332,27 @@ class _Part:
     """A part of a file, all its examples or those that are held out, on its way into a sum."""
 
     def __init__(
-        self,
-        where: str,
-        header: Header,
-        into: FeatureStats,
-        form: str,
-        prefix: str,
-        sign: int,
-        scrutiny: Scrutiny | None,
+        self, where: str, header: Header, into: FeatureStats, sign: int, scrutiny: Scrutiny | None, prefix: str = ""
     ) -> None:
-        self.where, self.header, self.into, self.form, self.prefix, self.sign = where, header, into, form, prefix, sign
-        self.scrutiny = scrutiny
+        self.where, self.header, self.into, self.sign, self.prefix = where, header, into, sign, prefix
+        self.scrutiny, self.form = scrutiny, "pooled" if prefix == HELD else header.form
         self.joint: Joint | None = None
         self.means = into.mean  # of this part, once they have arrived
 
     def meet(self, arrived: Mapping[str, Tensor]) -> Joint:
         """Join the counts and the means, once they have arrived."""
         if self.joint is None:
-            count = arrived[f"{self.prefix}count"]
-            _check_counts(f"{self.where}: {self.prefix}", count, arrived[f"{self.prefix}mean"])
-            self.means = self._mean_of(arrived)
+            count, mean = (arrived[f"{self.prefix}{name}"].double() for name in ("count", "mean"))
+            centre = arrived.get(f"{self.prefix}centre")
+            _check_counts(f"{self.where}: {self.prefix}", count, mean)
+            self.means = mean if centre is None else torch.where(count[:, None] > 0, mean + centre, 0.0)
             if self.scrutiny is not None:
-                self.scrutiny.begin(count, self.means)
+                self.scrutiny.begin(count, self.means, self.prefix == HELD)
             try:
                 self.joint = self.into._meet(count, self.means, self.sign)
             except DataError as error:
                 raise DataError(f"{self.where}: {error}") from None
         return self.joint
-
-    def _mean_of(self, arrived: Mapping[str, Tensor]) -> Tensor:
-        """The class means, whatever they were taken from."""
-        count, mean = arrived[f"{self.prefix}count"], arrived[f"{self.prefix}mean"].double()
-        centre = arrived.get(f"{self.prefix}centre")
-        return mean if centre is None else torch.where(count[:, None] > 0, mean + centre, 0.0)
 
     def join(self, arrived: Mapping[str, Tensor], scatter: Tensor, label: int | None = None) -> None:
         """Join a scatter, of one class if one is given."""
@@ -380,13 +366,12 @@ class _Part:
             wide = (wide if label is None else wide[label]).double()
             scatter = scatter * pack(torch.outer(wide, wide)) / 32767
         where = f"{self.where}: {self.prefix}" if label is None else f"{self.where}: class {label}"
-        raised = _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.header)
+        raised = _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.header.precision)
         cubes = None if cubes is None else cubes[place]
         if self.scrutiny is not None and self.prefix == HELD:
-            self.scrutiny.see_held_out(count, self.means, scatter)
+            self.scrutiny.see_held_out(scatter)
         elif self.scrutiny is not None:
-            held = self.into.held_out is not None
-            self.scrutiny.see(count[place], self.means[place], scatter, cubes, label, keep=held)
+            self.scrutiny.see(scatter, cubes, label)
         if raised is not None and self.into.form in ("class", "pooled"):  # else a lie of that size adds up
             scatter = scatter.index_add(0, diagonal(self.into.dimension), raised)
         self.into._join_scatter(joint, self.form, scatter, cubes, self.sign, label)
@@ -402,11 +387,9 @@ def check(stats: FeatureStats, where: str) -> None:
         if not all(torch.isfinite(row).all() for row in rows):
             raise DataError(f"{where}: {name} holds NaN or infinite values")
     _check_counts(f"{where}: ", stats.count, stats.mean)
-    if stats.form == "class":
-        for label, (scatter, count) in enumerate(zip(stats.scatter, stats.count, strict=True)):
-            _check_scatter(f"{where}: class {label}", scatter, count, stats.dimension, stats.form, stats)
-    else:
-        _check_scatter(f"{where}: ", stats.scatter, stats.count, stats.dimension, stats.form, stats)
+    for label, count, scatter, _ in stats.scatters():
+        place = f"{where}: " if label is None else f"{where}: class {label}"
+        _check_scatter(place, scatter, count, stats.dimension, stats.form)
     if stats.held_out is not None:
         check(stats.held_out, f"{where}: held_out")
 
@@ -423,7 +406,7 @@ def _check_counts(where: str, count: Tensor, mean: Tensor) -> None:
 
 
 def _check_scatter(
-    where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, about: FeatureStats | Header
+    where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, precision: str = "float64"
 ) -> Tensor | None:
     """Refuse a scatter that no data can have: it must be positive semidefinite, up to rounding. Of the class form, for
     one class. Gives what its squares must be raised by to be semidefinite again, (d,); None: nothing.
@@ -434,7 +417,6 @@ def _check_scatter(
         raise DataError(f"{where} scatter is not zero{label}, of which count is 0")
     if form == "none":
         return None
-    precision = about.precision if isinstance(about, Header) else "float64"
     squares = squares_of(scatter, form, dimension)
     if (squares < 0).any():
         raise DataError(f"{where} scatter holds negative squares: no features have such moments")

@@ -17,7 +17,7 @@ moments (`ridge.py`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -229,12 +229,8 @@ class FeatureStats:
         like = self.beside(other.sort, other.origin)
         parts = self._parts_with(other.parts, sign)
         joint = like._meet(other.count, other.mean, sign)
-        for label in range(self.classes) if self.form == "class" else [None]:  # one matrix beside the sum, not all
-            place = slice(None) if label is None else label
-            scatter = other.scatter if label is None else other.scatter[label]
-            like._join_scatter(
-                joint, other.form, scatter, None if other.cubes is None else other.cubes[place], sign, label
-            )
+        for label, _, scatter, cubes in other.scatters():  # one matrix beside the sum, not all
+            like._join_scatter(joint, other.form, scatter, cubes, sign, label)
         mine, theirs = self.held_out, other.held_out
         held = None if mine is None or theirs is None else mine._joined(theirs, sign)
         right = None if self.right is None or other.right is None else self.right + sign * other.right
@@ -303,6 +299,14 @@ class FeatureStats:
     def tensors(self) -> list[Tensor]:
         """All that is sent: the moments, and cubes where they are known; not those of the held-out part."""
         return [*self.moments, *([] if self.cubes is None else [self.cubes])]
+
+    def scatters(self) -> Iterator[tuple[int | None, Tensor, Tensor, Tensor | None]]:
+        """The label, count, scatter and cubes of each class in the class form; else once, of all without a label."""
+        if self.form != "class":
+            yield None, self.count, self.scatter, self.cubes
+        else:
+            cubes = [None] * self.classes if self.cubes is None else self.cubes
+            yield from zip(range(self.classes), self.count, self.scatter, cubes, strict=True)
 
     @property
     def classes(self) -> int:
