@@ -123,6 +123,7 @@ def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Piece
     """How to make the pieces of each tensor of a payload; of scatters one class after the other."""
     rounding = rounding_of(stats.form, precision)
     centre = stats.count @ stats.mean / stats.count.sum().clamp(min=1)
+    offsets = torch.where(stats.count[:, None] > 0, stats.mean - centre, 0.0)
     cubes = stats.mean.new_zeros(stats.classes) if stats.cubes is None else stats.cubes
 
     def divided() -> Iterator[Tensor]:
@@ -134,18 +135,13 @@ def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Piece
         "count": lambda: iter([stats.count]),
         "centre": lambda: iter([centre]),
         "cubes": lambda: iter([cubes]),
-        "mean": lambda: iter([stats.mean if precision == "float64" else _offsets(stats.count, stats.mean, centre)]),
+        "mean": lambda: iter([stats.mean if precision == "float64" else offsets.float()]),
         "scatter": divided
         if rounding == "int16"
         else lambda: (row.to(PRECISIONS[rounding]) for _, _, row, _ in stats.scatters()),
         "spread": lambda: (_spread(row, stats.dimension).float() for _, _, row, _ in stats.scatters()),
     }
     return {start + name: pieces for name, pieces in made.items()}
-
-
-def _offsets(count: Tensor, mean: Tensor, centre: Tensor) -> Tensor:
-    """Class means from the mean of all examples, in float32; zero for classes without examples."""
-    return torch.where(count[:, None] > 0, mean - centre, 0.0).float()
 
 
 def _spread(scatter: Tensor, dimension: int) -> Tensor:
@@ -183,9 +179,7 @@ def total_of(
     """
     whole, taken = [Path(path) for path in sums], [Path(path) for path in without]
     inside = {part.digest for path in whole for part in read_header(path).parts} if taken else set()
-    early = [
-        path for path in taken if inside and read_header(path).digest in inside
-    ]  # lest a site's new file meets its old
+    early = [path for path in taken if inside and read_header(path).digest in inside]  # lest a new file meets its old
     order: list[tuple[Source, int, bool | None]] = [
              *((path, 1, True) for path in whole), *((path, -1, False) for path in early),
              *((Path(path), 1, False) for path in paths),
@@ -215,7 +209,8 @@ def _total(
             try:
                 if total is None:
                     start = path
-                    _check_memory(path, sort)
+                    kinds = kinds_of(*sort[:3], "float64", sort.held_out)  # a file can be smaller than its sum
+                    limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
                     total = replace(FeatureStats.zero(*sort), origin=header.origin, right=0)
                 total = total.beside(sort, header.origin)
             except UnskewError as error:
@@ -232,12 +227,6 @@ def _total(
     if total is None:
         raise UsageError("there are no statistics to add: give the files of at least one site")
     return replace(total, parts=tuple(part for part, _ in held))
-
-
-def _check_memory(path: Source, sort: Sort) -> None:
-    """Refuse statistics whose sum does not fit into memory; a file can be smaller, in a lower precision."""
-    kinds = kinds_of(sort.classes, sort.dimension, sort.form, "float64", sort.held_out)
-    limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
 
 
 def check_role(path: object, header: Header, summed: bool | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +45,6 @@ def _text(value: Any) -> bool:
     return value is None or type(value) is str
 
 
-def _nonce(value: Any) -> bool:
-    return value is None or is_nonce(value)
-
-
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header holds, and what each may be
     "version": (lambda v: type(v) is int and v == VERSION, f"this Unskew reads version {VERSION}"),
     "classes": (_whole, "it must be a whole number above 0"),
@@ -69,7 +65,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header hold
     ),
     "preparation": (_text, "it must be a text or null"),
     "held_out": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
-    "nonce": (_nonce, "it must be the nonce of a task, 32 digits, or null"),
+    "nonce": (lambda v: v is None or is_nonce(v), "it must be the nonce of a task, 32 digits, or null"),
     "site": (lambda v: v is None or is_name(v), "it must be the name of who signed the file, or null"),
     "parts": (
         lambda v: v is None or (type(v) is list and bool(v) and all(map(is_part, v))),
@@ -189,22 +185,16 @@ def header_in(file: Reader) -> Header:
     if labels is not None and len(labels) != classes:
         raise DataError(f"{path}: labels has {len(labels)} names for {classes} classes")
     if (header["site"] is None) != (file.signature is None):
-        raise DataError(
-            f"{path}: site is {header['site']!r}, but a signature is {_there(file.signature)}: both or none"
-        )
+        there = "missing" if file.signature is None else "there"
+        raise DataError(f"{path}: site is {header['site']!r}, but a signature is {there}: both or none")
     if file.signature is not None and not is_signature(file.signature):
         raise DataError(f"{path}: signature is damaged: ask for the file again")
-    origin = Origin(header["layer"], header["inputs"], header["weights"], None if labels is None else tuple(labels),
-                    header["preparation"], header["nonce"])  # fmt: skip
+    header["labels"] = None if labels is None else tuple(labels)
+    origin = Origin(**{entry.name: header[entry.name] for entry in fields(Origin)})
     parts = tuple(Part(**{**part, "marks": tuple(part["marks"])}) for part in header["parts"] or ())
     for name in ("examples", "held_out") if parts else ():
         told = [getattr(part, name) for part in parts]
         if (None if None in told else sum(told)) != header[name]:
             raise DataError(f"{path}: {name} is {header[name]}, but its parts have {str(told)[:80]}")
-    return Header(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
-                origin, header["producer"], file.digest, header["right"], parts, header["site"],
-                file.signature)  # fmt: skip
-
-
-def _there(value: object) -> str:
-    return "missing" if value is None else "there"
+    header |= {"origin": origin, "parts": parts, "digest": file.digest, "signature": file.signature}
+    return Header(**{name: header[name] for name in Header._fields})

@@ -20,7 +20,7 @@ import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +77,6 @@ class FeatureStats:
     right: int | None = None  # how many examples the old head classified rightly, where sites chose to tell
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise UsageError(f"form is {self.form!r}: allowed are {', '.join(FORMS)}")
         Transform(self.transform)
         classes, dimension = self.mean.shape if self.mean.ndim == 2 else (-1, -1)
         expected = {"count": (classes,), "scatter": scatter_shape(self.form, classes, dimension), "cubes": (classes,)}
@@ -106,8 +104,6 @@ class FeatureStats:
         device: torch.device | str = "cpu",
     ) -> FeatureStats:  # fmt: skip
         """The statistics of no examples; `dimension` is that of the transformed features."""
-        if form not in FORMS:
-            raise UsageError(f"form is {form!r}: allowed are {', '.join(FORMS)}")
         mean = torch.zeros(classes, dimension, dtype=torch.float64, device=device)
         scatter = mean.new_zeros(scatter_shape(form, classes, dimension))
         held = cls.zero(classes, dimension, "pooled", transform, device=device) if held_out else None
@@ -267,22 +263,16 @@ class FeatureStats:
 
     def to(self, device: torch.device | str) -> FeatureStats:
         """The same statistics on another device."""
-        cubes = None if self.cubes is None else self.cubes.to(device)
-        held = None if self.held_out is None else self.held_out.to(device)
-        count, mean, scatter = (part.to(device) for part in self.moments)
-        return replace(self, count=count, mean=mean, scatter=scatter, cubes=cubes, held_out=held)
+        parts = ("count", "mean", "scatter", "cubes", "held_out")
+        moved: dict[str, Any] = {name: part.to(device) for name in parts if (part := getattr(self, name)) is not None}
+        return replace(self, **moved)
 
     # ------------------------------------------------------------------------------------------ reading
 
     def __repr__(self) -> str:
-        about = {
-            name: value for name in ("layer", "weights", "inputs", "preparation")
-            if (value := getattr(self.origin, name)) is not None
-        }  # fmt: skip
-        if "weights" in about:
-            about["weights"] = about["weights"][:8]
-        unknown = [name for name in ("layer", "weights", "inputs", "preparation") if name not in about]
-        told = [f"{name} {value}" for name, value in about.items()]
+        about = {name: getattr(self.origin, name) for name in ("layer", "weights", "inputs", "preparation")}
+        unknown = [name for name, value in about.items() if value is None]
+        told = [f"{name} {about[name][: 8 if name == 'weights' else None]}" for name in about if name not in unknown]
         told += [f"{', '.join(unknown)}: not known"] if unknown else []
         held = "" if self.held_out is None else f", {self.held_out.count.sum():,.0f} of them held out"
         return (
