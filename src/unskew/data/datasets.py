@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,9 +71,8 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """Return the same data set on another device."""
-        parts = (self.x, self.y, self.x_test, self.y_test, self.mean, self.std)
-        x, y, x_test, y_test, mean, std = (part.to(device) for part in parts)
-        return Dataset(self.name, x, y, x_test, y_test, self.labels, mean, std)
+        moved: dict[str, Any] = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **moved)
 
 
 def _examples(x: Values, split: str) -> Tensor:

@@ -128,7 +128,7 @@ def dirichlet(clients: int, alpha: float, min_size: int = 1, balance: bool = Fal
                     held[client] += len(piece)
             return [np.concatenate(pieces) for pieces in parts]
 
-        return _redraw(draw, min_size, f"dirichlet(clients={clients}, alpha={alpha})", "raise alpha")
+        return _redraw(draw, min_size, f"dirichlet(clients={clients}, alpha={alpha})")
 
     return cut
 
@@ -217,7 +217,7 @@ def quantity(clients: int, alpha: float, min_size: int = 1) -> Partition:
             ends = np.rint(np.cumsum(rng.dirichlet(np.full(clients, alpha))) * len(labels)).astype(np.int64)
             return np.split(rng.permutation(len(labels)), ends[:-1])
 
-        return _redraw(draw, min_size, f"quantity(clients={clients}, alpha={alpha})", "raise alpha")
+        return _redraw(draw, min_size, f"quantity(clients={clients}, alpha={alpha})")
 
     return cut
 
@@ -235,7 +235,7 @@ def _enough(labels: np.ndarray, clients: int, min_size: int) -> None:
         )
 
 
-def _redraw(draw: Callable[[], list[np.ndarray]], min_size: int, what: str, remedy: str) -> list[np.ndarray]:
+def _redraw(draw: Callable[[], list[np.ndarray]], min_size: int, what: str) -> list[np.ndarray]:
     """Draw until every client has `min_size` examples."""
     smallest = 0
     for _ in range(ATTEMPTS):
@@ -245,7 +245,7 @@ def _redraw(draw: Callable[[], list[np.ndarray]], min_size: int, what: str, reme
         smallest = max(smallest, min(map(len, parts)))
     raise UsageError(
         f"{what} left some client below min_size={min_size} in {ATTEMPTS} draws "
-        f"(the best draw's smallest client had {smallest}): {remedy}, lower min_size, or use fewer clients"
+        f"(the best draw's smallest client had {smallest}): raise alpha, lower min_size, or use fewer clients"
     )
 
 

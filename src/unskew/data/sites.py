@@ -25,9 +25,9 @@ from torch import Tensor
 
 from unskew import specs
 from unskew.data import images, readers
-from unskew.data.datasets import KNOWN, channels_first, load, normalise
+from unskew.data.datasets import KNOWN, channels_first, load
 from unskew.data.images import DamagedImage, LeftOut
-from unskew.data.preparation import PIXELS, Preparation
+from unskew.data.preparation import PIXELS, Preparation, as_module
 from unskew.data.tables import number_in, read_table
 from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
 from unskew.files import limits
@@ -212,19 +212,17 @@ def _of(spec: object, given: Preparation, numbers: str, width: int, channels: in
 
 def _prepared(spec: str, source: _Source, classes: int | None) -> Walk:
     """The batches of a source, checked and normalised."""
-    own = source.preparation or Preparation()
-    shift, scale = (torch.tensor(values, dtype=torch.float32) for values in (own.mean or (0.0,), own.std or (1.0,)))
+    own = None if source.width is None or source.preparation is None else as_module(source.preparation)
 
     def batches() -> Iterator[tuple[Any, Tensor]]:
         seen = 0
         for x, y in source.walk():
             _check_range(spec, y, classes, seen)
-            if source.width is not None:
+            if own is not None:
                 if x.is_floating_point() and not x.isfinite().all():
                     row = seen + int((~x.flatten(1).isfinite().all(1)).nonzero()[0])
                     raise DataError(f"{spec}: example {row} holds a value that is not finite")
-                shape = (-1, *[1] * (x.dim() - 2))
-                x = normalise(x.contiguous(), shift.view(shape), scale.view(shape))
+                x = own(x.contiguous())
             seen += len(y)
             if len(y):
                 yield x, y
