@@ -61,8 +61,7 @@ MUTANTS = [
            f"{IDENTITY} {STATISTICS}"),
     Mutant("statistics", "z.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:",
            "z.shape[:1] or y.is_floating_point():", STATISTICS),
-    Mutant("statistics", "mine = mine if sign > 0 else squares_of(into", "mine = mine if sign else squares_of(into",
-           STATISTICS),
+    Mutant("statistics", "    return squares_of(into, form, dimension)", "    return before", STATISTICS),
     # ------------------------------------------------------------------------------------------ merging, packing
     Mutant("statistics", "left_mean.addcmul(apart, (other / n)", "left_mean.addcmul(apart, (left / n)", STATISTICS),
     Mutant("statistics", "if (other > count).any():", "if (other > count).all():", STATISTICS),

@@ -93,16 +93,8 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
         return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, given)
 
     name = Transform(transform).name
-    return Calibrator(
-        "gnb",
-        ("diagonal", "class"),
-        name,
-        fit,
-        front,
-        needs_bias=True,
-        likely=True,
-        remedy="give it a larger smoothing",
-    )
+    remedy = "give it a larger smoothing"
+    return Calibrator("gnb", ("diagonal", "class"), name, fit, front, needs_bias=True, likely=True, remedy=remedy)
 
 
 def ncm(transform: str = "identity") -> Calibrator:

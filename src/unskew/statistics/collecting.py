@@ -91,15 +91,13 @@ def collect(
     return replace(total, origin=origin)
 
 
-def holding_out(
-    batches: Iterable[tuple[Any, Tensor]], share: float, seed: int = 0
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
+def holding_out(batches: Iterable[tuple[Any, Tensor]], share: float) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """The batches, and which of their examples are held out: by lot, the same ones whenever the data come in the same
     order.
     """
     if not 0 <= share < 1:
         raise UsageError(f"held_out is {share}: it must be at least 0 and below 1")
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     for x, y in map(_checked, batches):
         held = torch.rand(len(y), generator=draw) < share if share else torch.zeros(len(y), dtype=torch.bool)
         yield x, y, held

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
@@ -278,7 +278,6 @@ def _pour(
     """Add the contents of a file to a sum in place, checking them on the way; whoever is refused spoils the sum. Gives
     the parts that the file brings, itself if it is a site's own.
     """
-    arrived: dict[str, Tensor] = {}
     step = STEP[rounding_of(header.form, header.precision)]
     scrutiny = Scrutiny(str(file.path), header.form, header.transform, header.dimension, step) if examine else None
     poured = [_Part(str(file.path), header, total, sign, scrutiny)]
@@ -288,25 +287,16 @@ def _pour(
         low, high = map(float, piece.aminmax()) if piece.numel() else (0.0, 0.0)  # in place of copies
         if not (low > -HIGHEST and high < HIGHEST):  # so for NaN too
             raise DataError(f"{file.path}: {name} holds NaN or infinite values, or some above {HIGHEST:g}")
-        part = poured[name.startswith(HELD)]
-        if name == "scatter" and header.form == "class":
-            for label, row in enumerate(piece, start):
-                part.join(arrived, row, label)
-            continue
-        arrived[name] = torch.cat([arrived[name], piece]) if name in arrived else piece
-        if len(arrived[name]) == file.kinds[name].shape[0] and name.removeprefix(HELD) == "scatter":
-            part.join(arrived, arrived.pop(name))
-    for part in poured:
-        part.meet(arrived)  # where there was no scatter
-    for key, told in (("count", header.examples), (f"{HELD}count", header.held_out)):
-        if told is None:
-            continue
-        found = float(arrived[key].sum())
+        poured[name.startswith(HELD)].take(name.removeprefix(HELD), start, piece, file.kinds[name].shape[0])
+    for part, told in zip(poured, (header.examples, header.held_out), strict=False):
+        part.meet()  # where there was no scatter
+        found = float(part.arrived["count"].sum())
         if found > 2**53:
-            raise DataError(f"{file.path}: {key} is {found:g}: can't be meant")
+            raise DataError(f"{file.path}: {part.prefix}count is {found:g}: can't be meant")
         if int(found) != told:
-            raise DataError(f"{file.path}: examples is {told}, but {key} adds up to {int(found)}")
-    if header.held_out is not None and (arrived[f"{HELD}count"] > arrived["count"]).any():
+            raise DataError(f"{file.path}: examples is {told}, but {part.prefix}count adds up to {int(found)}")
+    whole, *held = (part.arrived["count"] for part in poured)
+    if held and (held[0] > whole).any():
         raise DataError(f"{file.path}: more examples are held out than there are")
     if header.right is not None and header.right > header.examples:
         raise DataError(f"{file.path}: right is {header.right}, but there are {header.examples} examples")
@@ -314,7 +304,7 @@ def _pour(
         examine(scrutiny.summary(header.origin, header.right))
     if header.parts:
         return header.parts
-    return (part_of(header.digest, header.site, arrived["count"], header.held_out, poured[0].means),)
+    return (part_of(header.digest, header.site, whole, header.held_out, poured[0].means),)
 
 
 class _Part:
@@ -325,14 +315,25 @@ class _Part:
     ) -> None:
         self.where, self.header, self.into, self.sign, self.prefix = where, header, into, sign, prefix
         self.scrutiny, self.form = scrutiny, "pooled" if prefix == HELD else header.form
+        self.arrived: dict[str, Tensor] = {}
         self.joint: Joint | None = None
         self.means = into.mean  # of this part, once they have arrived
 
-    def meet(self, arrived: Mapping[str, Tensor]) -> Joint:
+    def take(self, name: str, start: int, piece: Tensor, rows: int) -> None:
+        """Take some rows of a tensor; a scatter is joined as soon as it is there, of the class form class by class."""
+        if name == "scatter" and self.form == "class":
+            for label, row in enumerate(piece, start):
+                self.join(row, label)
+            return
+        self.arrived[name] = torch.cat([self.arrived[name], piece]) if name in self.arrived else piece
+        if name == "scatter" and len(self.arrived[name]) == rows:
+            self.join(self.arrived.pop(name))
+
+    def meet(self) -> Joint:
         """Join the counts and the means, once they have arrived."""
         if self.joint is None:
-            count, mean = (arrived[f"{self.prefix}{name}"].double() for name in ("count", "mean"))
-            centre = arrived.get(f"{self.prefix}centre")
+            count, mean = (self.arrived[name].double() for name in ("count", "mean"))
+            centre = self.arrived.get("centre")
             _check_counts(f"{self.where}: {self.prefix}", count, mean)
             self.means = mean if centre is None else torch.where(count[:, None] > 0, mean + centre, 0.0)
             if self.scrutiny is not None:
@@ -343,11 +344,10 @@ class _Part:
                 raise DataError(f"{self.where}: {error}") from None
         return self.joint
 
-    def join(self, arrived: Mapping[str, Tensor], scatter: Tensor, label: int | None = None) -> None:
+    def join(self, scatter: Tensor, label: int | None = None) -> None:
         """Join a scatter, of one class if one is given."""
-        joint, place = self.meet(arrived), slice(None) if label is None else label
-        count, cubes, wide = (arrived.get(f"{self.prefix}{name}") for name in ("count", "cubes", "spread"))
-        assert count is not None
+        joint, place = self.meet(), slice(None) if label is None else label
+        count, cubes, wide = self.arrived["count"], self.arrived.get("cubes"), self.arrived.get("spread")
         if self.into.form == "none" and self.scrutiny is None:
             return
         scatter = scatter.double()

@@ -37,42 +37,43 @@ PRECISIONS = {
 HELD = "held_out."
 
 
-def _whole(value: Any) -> bool:
-    return type(value) is int and value > 0
+Fits = Callable[[Any], bool]
 
 
-def _text(value: Any) -> bool:
-    return value is None or type(value) is str
+def _is(kind: type, fits: Fits = lambda value: True) -> Fits:
+    return lambda value: type(value) is kind and fits(value)
 
 
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header holds, and what each may be
-    "version": (lambda v: type(v) is int and v == VERSION, f"this Unskew reads version {VERSION}"),
-    "classes": (_whole, "it must be a whole number above 0"),
-    "dimension": (_whole, "it must be a whole number above 0"),
-    "form": (lambda v: type(v) is str and v in FORMS, f"allowed are {', '.join(FORMS)}"),
-    "transform": (lambda v: type(v) is str, "it must be a text"),
-    "precision": (lambda v: type(v) is str and v in PRECISIONS, f"allowed are {', '.join(PRECISIONS)}"),
-    "examples": (lambda v: type(v) is int and v >= 0, "it must be a whole number"),
-    "layer": (_text, "it must be a text or null"),
-    "inputs": (
-        lambda v: v is None or (type(v) is str and bool(parsed(v))),
-        "it must be like float32[3,32,32] or null",
-    ),
-    "weights": (_text, "it must be a text or null"),
-    "labels": (
-        lambda v: v is None or (type(v) is list and all(type(name) is str for name in v)),
-        "it must be a list of names or null",
-    ),
-    "preparation": (_text, "it must be a text or null"),
-    "held_out": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
-    "nonce": (lambda v: v is None or is_nonce(v), "it must be the nonce of a task, 32 digits, or null"),
-    "site": (lambda v: v is None or is_name(v), "it must be the name of who signed the file, or null"),
+def _or_null(fits: Fits) -> Fits:
+    return lambda value: value is None or fits(value)
+
+
+def _counts(least: int) -> Fits:
+    return _is(int, lambda value: value >= least)
+
+
+FIELDS: dict[str, tuple[Fits, str]] = {  # what the header holds, and what each may be
+    "version": (_is(int, lambda v: v == VERSION), f"this Unskew reads version {VERSION}"),
+    "classes": (_counts(1), "it must be a whole number above 0"),
+    "dimension": (_counts(1), "it must be a whole number above 0"),
+    "form": (_is(str, lambda v: v in FORMS), f"allowed are {', '.join(FORMS)}"),
+    "transform": (_is(str), "it must be a text"),
+    "precision": (_is(str, lambda v: v in PRECISIONS), f"allowed are {', '.join(PRECISIONS)}"),
+    "examples": (_counts(0), "it must be a whole number"),
+    "layer": (_or_null(_is(str)), "it must be a text or null"),
+    "inputs": (_or_null(_is(str, lambda v: bool(parsed(v)))), "it must be like float32[3,32,32] or null"),
+    "weights": (_or_null(_is(str)), "it must be a text or null"),
+    "labels": (_or_null(_is(list, lambda v: all(map(_is(str), v)))), "it must be a list of names or null"),
+    "preparation": (_or_null(_is(str)), "it must be a text or null"),
+    "held_out": (_or_null(_counts(0)), "it must be a whole number or null"),
+    "nonce": (_or_null(is_nonce), "it must be the nonce of a task, 32 digits, or null"),
+    "site": (_or_null(is_name), "it must be the name of who signed the file, or null"),
     "parts": (
-        lambda v: v is None or (type(v) is list and bool(v) and all(map(is_part, v))),
+        _or_null(_is(list, lambda v: bool(v) and all(map(is_part, v)))),
         "it must describe the parts of a sum, or be null in a site's file",
     ),
-    "right": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
-    "producer": (_text, "it must be a text"),
+    "right": (_or_null(_counts(0)), "it must be a whole number or null"),
+    "producer": (_or_null(_is(str)), "it must be a text"),
 }
 
 
@@ -104,10 +105,7 @@ def metadata_of(stats: FeatureStats, precision: str, signer: str | None = None, 
     """The header of a file of these statistics: of a site's own or, with their parts, of a sum."""
     header: dict[str, Any] = {
         "version": VERSION,
-        "classes": stats.classes,
-        "dimension": stats.dimension,
-        "form": stats.form,
-        "transform": stats.transform,
+        **stats.sort._asdict(),
         "precision": precision,
         "examples": int(stats.count.sum()),
         **asdict(stats.origin),

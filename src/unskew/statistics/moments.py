@@ -179,9 +179,7 @@ class FeatureStats:
         squares = squares_of(scatter, form, self.dimension) if self.form in CUBED else scatter
         wanted = squares if self.form == "diagonal" else scatter
         into = self.scatter if label is None or self.form == "pooled" else self.scatter[label]
-        mine = squares_of(into, self.form, self.dimension).clone()  # of what is without the others
-        join_scatter(into, self.form, joint, wanted, sign, label)
-        mine = mine if sign > 0 else squares_of(into, self.form, self.dimension)
+        mine = join_scatter(into, self.form, joint, wanted, sign, label)
         if self.cubes is not None and cubes is not None:
             place = slice(None) if label is None else label
             self.cubes[place] += sign * (cubes + cubes_between(joint, mine, squares, place))
