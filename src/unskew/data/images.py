@@ -141,7 +141,8 @@ class ImageFolder(NamedTuple):
 def image_folder(path: Path, start: str) -> ImageFolder:
     """One of the `splits` of a folder of class folders; hidden files are not looked at."""
     root, used = path / start, splits(path)
-    classes = in_order([entry.name for entry in _entries(root) if _is_folder(entry)], root)
+    here = _entries(root)
+    classes = in_order([entry.name for entry in here if _is_folder(entry)], root)
     images: list[list[Path]] = []
     other: list[str] = []
     inner: list[str] = []
@@ -158,7 +159,7 @@ def image_folder(path: Path, start: str) -> ImageFolder:
         "files that are no images": other,
         "folders inside class folders": inner,
         "images beside the class folders": [
-            entry.name for entry in _entries(root) if entry.name.lower().endswith(SUFFIXES) and not _is_folder(entry)
+            entry.name for entry in here if entry.name.lower().endswith(SUFFIXES) and not _is_folder(entry)
         ],
         f"folders beside {' and '.join(used)}": [
             entry.name for entry in _entries(path) if start and _is_folder(entry) and f"{entry.name}/" not in used

@@ -133,10 +133,6 @@ class _Gunzipped:
             found.append(block)
         return b"".join(found)
 
-    def tell(self) -> int:
-        """How much has been read."""
-        return self.unpacked
-
 
 def _in_tar(stream: _Gunzipped, path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     file: Any = stream

@@ -61,25 +61,20 @@ class _Source:
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.left = file, path, limits.most("pickle")
 
-    def _taken(self, size: int) -> int:
+    def _take(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
             limits.check("pickle", limits.most("pickle") - self.left, self.path)
-        return size
 
     def read(self, size: int) -> bytes:
         """Some bytes."""
-        return self.file.read(self._taken(size))
-
-    def readinto(self, buffer: bytearray) -> int:
-        """Some bytes, into a place for them."""
-        self._taken(len(buffer))
-        return self.file.readinto(buffer)  # type: ignore[attr-defined]
+        self._take(size)
+        return self.file.read(size)
 
     def readline(self) -> bytes:
         """A line."""
         line = self.file.readline(self.left + 1)
-        self._taken(len(line))
+        self._take(len(line))
         return line
 
 
@@ -120,9 +115,6 @@ class _Stand:
         """Of a list."""
 
     def add(self, value: Any) -> None:
-        """Of a set."""
-
-    def update(self, values: Any) -> None:
         """Of a set."""
 
 

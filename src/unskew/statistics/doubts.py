@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError
+from unskew.statistics.file import check
 from unskew.statistics.moments import FeatureStats
 from unskew.statistics.robust import trimmed_mean
 from unskew.statistics.scrutiny import IMPOSSIBLE, REFUSE, WARN, Doubt, Summary, summary_of
@@ -118,8 +119,6 @@ def check_sum(total: FeatureStats, removed: bool, step: float = 0.0) -> None:
     """
     name = "the sum of the files" + (" less those of --without" if removed else "")
     if removed:  # which alone can leave what is not semidefinite; adding can't
-        from unskew.statistics.file import check
-
         check(total, name)
     summary = summary_of(total, name, max(step * total.dimension, ROUNDED))  # what squares may have been raised by
     check_plausible([doubt for doubt in summary.doubts if doubt.severity == IMPOSSIBLE and doubt.what != "rank"], ())

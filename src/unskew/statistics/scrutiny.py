@@ -56,7 +56,6 @@ class Summary(NamedTuple):
     site: str
     form: str
     transform: str
-    known: bool  # whether it says anything about where it comes from
     counts: Tensor  # (C,)
     mean: Tensor  # (C, d)
     traces: Tensor  # (C,) of the scatter of each class; (1,) of all in the pooled form; (0,) where none is known
@@ -138,14 +137,13 @@ class Scrutiny:
         if right is not None and not 0 <= right <= examples:
             told = f"at most {examples:.0f}, all examples"
             self._add("counts", Breach("the number that the old head gets right", right, told))
-        known = any(value is not None for value in vars(origin).values())
-        if not known:
+        if all(value is None for value in vars(origin).values()):
             self.found.append(Doubt(self.site, "origin", "the number of things that it says of where it comes from", 0,
                                     "5: layer, inputs, weights, labels, preparation", WARN))  # fmt: skip
         traces, found = torch.tensor(self.traces, dtype=torch.float64), tuple(self.found)
         squares = None if self.whole is None else squares_of(self.whole, self.form, self.dimension)
         concentration = concentration_of(self.whole, self.dimension) if packed and self.whole is not None else None
-        return Summary(self.site, self.form, self.transform, known, count, mean, traces, squares, found, self.step,
+        return Summary(self.site, self.form, self.transform, count, mean, traces, squares, found, self.step,
                        concentration)  # fmt: skip
 
     def _inside(self, count: Tensor, mean: Tensor, squares: Tensor | None, label: int | None, part: str = "") -> None:
