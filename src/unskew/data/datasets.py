@@ -247,6 +247,7 @@ _KRIZ = "https://www.cs.toronto.edu/~kriz/"
 _KRIZ_PAGE = "www.cs.toronto.edu/~kriz/cifar.html and torchvision"
 _ZALANDO = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 _ZALANDO_PAGE = "README of github.com/zalandoresearch/fashion-mnist"
+_STANFORD = "http://cs231n.stanford.edu/"
 _EDINBURGH = "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/"
 # We have no checksum from these two publishers; those below are what the named loaders compare with.
 _EDINBURGH_PAGE = "github.com/vaseline555/Federated-Learning-in-PyTorch"
@@ -293,13 +294,7 @@ _KNOWN = (
         "tiny-imagenet",
         "100,000 + 10,000 photographs, 64x64 colour; tested on its validation part",
         200,
-        (
-            File(
-                "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-                "md5:90528d7ca1a48142e341f4ef8d21d0de",
-                _TINY_PAGE,
-            ),
-        ),
+        (File(f"{_STANFORD}tiny-imagenet-200.zip", "md5:90528d7ca1a48142e341f4ef8d21d0de", _TINY_PAGE),),
         "tiny-imagenet-200",
         "wnids.txt",
     ),

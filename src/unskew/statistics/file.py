@@ -17,6 +17,7 @@ import io
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -103,43 +104,36 @@ def _write(stats: FeatureStats, into: Path | BinaryIO, precision: str, key: Key 
         encoded |= _encoded(stats.held_out, precision, HELD)
 
     def pieces(name: str) -> Iterator[Tensor]:
-        for piece in encoded[name]():
+        for piece in encoded[name]:
             if not torch.isfinite(piece).all():
                 raise DataError(f"{path}: values are too large for precision {precision!r}: use float64")
             yield piece.to(kinds[name].dtype)
 
-    def sign(digest: str) -> str:
-        assert key is not None
-        return signature_of(key, "sum" if summed else "statistics", stats.origin.nonce, digest)
-
-    metadata = metadata_of(stats, precision, None if key is None else key.name, summed)
-    write(into, kinds, pieces, metadata, None if key is None else sign)
+    signer, sign = None, None
+    if key is not None:
+        signer, sign = key.name, partial(signature_of, key, "sum" if summed else "statistics", stats.origin.nonce)
+    write(into, kinds, pieces, metadata_of(stats, precision, signer, summed), sign)
 
 
-Pieces = Callable[[], Iterator[Tensor]]
-
-
-def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Pieces]:
-    """How to make the pieces of each tensor of a payload; of scatters one class after the other."""
+def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Iterable[Tensor]]:
+    """The pieces of each tensor of a payload, made when they are asked for; of scatters one class after the other."""
     rounding = rounding_of(stats.form, precision)
-    centre = stats.count @ stats.mean / stats.count.sum().clamp(min=1)
-    offsets = torch.where(stats.count[:, None] > 0, stats.mean - centre, 0.0)
-    cubes = stats.mean.new_zeros(stats.classes) if stats.cubes is None else stats.cubes
+    centre, mean = stats.count @ stats.mean / stats.count.sum().clamp(min=1), stats.mean
+    if precision != "float64":
+        mean = torch.where(stats.count[:, None] > 0, mean - centre, 0.0).float()
+    rows = [scatter for _, _, scatter, _ in stats.scatters()]
 
-    def divided() -> Iterator[Tensor]:
-        for _, _, scatter, _ in stats.scatters():
-            wide = _spread(scatter, stats.dimension)
-            yield (32767 * scatter / pack(torch.outer(wide, wide)).clamp(min=1e-300)).clamp(-32767, 32767).round()
+    def divided(scatter: Tensor) -> Tensor:
+        wide = _spread(scatter, stats.dimension)
+        return (32767 * scatter / pack(torch.outer(wide, wide)).clamp(min=1e-300)).clamp(-32767, 32767).round()
 
-    made: dict[str, Pieces] = {
-        "count": lambda: iter([stats.count]),
-        "centre": lambda: iter([centre]),
-        "cubes": lambda: iter([cubes]),
-        "mean": lambda: iter([stats.mean if precision == "float64" else offsets.float()]),
-        "scatter": divided
-        if rounding == "int16"
-        else lambda: (row.to(PRECISIONS[rounding]) for _, _, row, _ in stats.scatters()),
-        "spread": lambda: (_spread(row, stats.dimension).float() for _, _, row, _ in stats.scatters()),
+    made: dict[str, Iterable[Tensor]] = {
+        "count": [stats.count],
+        "centre": [centre],
+        "cubes": [] if stats.cubes is None else [stats.cubes],
+        "mean": [mean],
+        "scatter": (divided(row) if rounding == "int16" else row.to(PRECISIONS[rounding]) for row in rows),
+        "spread": (_spread(row, stats.dimension).float() for row in rows),
     }
     return {start + name: pieces for name, pieces in made.items()}
 
