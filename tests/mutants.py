@@ -61,8 +61,7 @@ MUTANTS = [
            f"{IDENTITY} {STATISTICS}"),
     Mutant("statistics", "z.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:",
            "z.shape[:1] or y.is_floating_point():", STATISTICS),
-    Mutant("statistics", "mine = mine if sign > 0 else squares_of(into", "mine = mine if sign else squares_of(into",
-           STATISTICS),
+    Mutant("statistics", "    return squares_of(into, form, dimension)", "    return before", STATISTICS),
     # ------------------------------------------------------------------------------------------ merging, packing
     Mutant("statistics", "left_mean.addcmul(apart, (other / n)", "left_mean.addcmul(apart, (left / n)", STATISTICS),
     Mutant("statistics", "if (other > count).any():", "if (other > count).all():", STATISTICS),
@@ -72,7 +71,7 @@ MUTANTS = [
     Mutant("statistics", "range(0, len(matrix), 256)", "range(0, min(len(matrix), 256), 256)", STATISTICS),
     Mutant("statistics", "row * (row - 1) // 2", "row * (row + 1) // 2", STATISTICS),
     # ------------------------------------------------------------------------------------------ scrutiny, doubts
-    Mutant("statistics", "((rows <= 1) & (squares", "((rows < 1) & (squares", SCRUTINY),
+    Mutant("statistics", "((count <= 1) & (traces", "((count < 1) & (traces", SCRUTINY),
     Mutant("statistics", "not 0 <= right <= examples:", "not 0 <= right <= examples + 1:", SCRUTINY),
     Mutant("statistics", " - float(squares.square().sum())) / trace", ") / trace", SCRUTINY),
     Mutant("statistics", "return float((self.counts - 1).clamp", "return float(self.counts.clamp",
@@ -122,7 +121,6 @@ MUTANTS = [
            f"{SELECTION} -k candidates"),
     Mutant("calibration", "self.mean + opposite.mean", "self.mean - opposite.mean",
            f"{ANSWERS} calibration/test_selection.py"),
-    Mutant("calibration", ".mean(1).sqrt()", ".sqrt().mean(1)", f"{SELECTION} -k separation"),
     # ------------------------------------------------------------------------------------------ training
     Mutant("training", "size + torch.arange(-size % batch)", "torch.arange(-size % batch)", ENGINE),
     Mutant("training", "scale(statistics, examples)", "statistics", "golden/test_golden.py -k fedavg-batch"),

@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.features import features
 from helpers.twins import gcv_choose, leave_one_out_choose
-from unskew.calibration.ridge import GRID, equations, solve, squared_error, strength
+from unskew.calibration.ridge import GRID, _error, equations, solve, strength
 from unskew.calibration.selection import calibrate
 from unskew.models.networks import Split
 from unskew.statistics.collecting import collect
@@ -32,13 +32,12 @@ def test_the_squared_error_of_any_head_follows_from_moments(n, d, classes, bias,
     z, y = features(n, d, classes, seed=seed)
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(classes, d, generator=draw, dtype=torch.float64)
-    offset = torch.randn(classes, generator=draw, dtype=torch.float64) if bias else None
-    plain = z @ weight.T + (offset if bias else 0) - onehot(y, classes)
+    offset = torch.randn(classes, generator=draw, dtype=torch.float64) * bias
+    plain = z @ weight.T + offset - onehot(y, classes)
     for form in ("class", "pooled"):
         stats = FeatureStats.of(z, y, classes, form)
-        assert squared_error(weight, offset, stats) == pytest.approx(
-            float((plain**2).sum(1).mean()), rel=1e-9, abs=1e-9
-        )
+        found = _error(weight.T, offset, stats.within, stats.mean, stats.count) / n
+        assert float(found) == pytest.approx(float((plain**2).sum(1).mean()), rel=1e-9, abs=1e-9)
 
 
 def with_held_out(z, y, classes, share, form="pooled"):

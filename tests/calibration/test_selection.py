@@ -1,6 +1,5 @@
 """Which calibrator, for which mix of classes, and what to expect of it."""
 
-import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import Ridge
@@ -17,7 +16,6 @@ from unskew.calibration.selection import (
     candidates,
     chosen,
     deciding,
-    separation,
 )
 from unskew.calibration.virtual import ccvr
 from unskew.errors import UsageError
@@ -157,37 +155,7 @@ def test_a_site_that_is_taken_out_has_never_been_there(spec):
         assert mine.detach().numpy() == pytest.approx(theirs.detach().numpy(), rel=1e-8, abs=1e-8)
 
 
-# ---------------------------------------------------------------------------------------------- forecast and validation
-
-
-@pytest.mark.parametrize("form", ["class", "diagonal"])
-def test_separation_is_the_sliced_wasserstein_distance_of_the_gaussians(form):
-    """Against quantiles: of two distributions on a line, the distance is that of their quantiles."""
-    z, y = data(4000, 3)
-    stats = FeatureStats.of(z, y, 4, form)
-    lines = torch.randn(3, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    lines = lines / lines.norm(dim=0)
-    quantiles = torch.special.ndtri((torch.arange(2000).double() + 0.5) / 2000)[:, None]
-    sorted_ = [
-        stats.mean[c] @ lines + quantiles * (lines.T @ stats.covariance_of(c) @ lines).diagonal().sqrt()
-        for c in range(4)
-    ]
-    pairs = [(a, b) for a in range(4) for b in range(a)]
-    distance = np.mean([float(((sorted_[a] - sorted_[b]) ** 2).mean().sqrt()) for a, b in pairs])
-    unit = torch.stack([(lines * (stats.covariance_of(c) @ lines)).sum(0) for c in range(4)]).mean().sqrt()
-    assert separation(stats) == pytest.approx(distance / float(unit), rel=0.002)
-
-
-def test_separation_grows_with_the_distance_and_needs_moments_and_classes():
-    z, y = data()
-    near = separation(FeatureStats.of(z, y, 4))
-    far = separation(
-        FeatureStats.of(z + 5 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()[y], y, 4)
-    )
-    assert far > near > 0
-    assert separation(FeatureStats.of(z, y, 4, "pooled")) == pytest.approx(near, rel=0.2)
-    assert separation(FeatureStats.of(z, y, 4, "none")) is None
-    assert separation(FeatureStats.of(z, torch.zeros_like(y), 4)) is None
+# ---------------------------------------------------------------------------------------------- validation
 
 
 def test_the_old_head_stays_unless_another_is_better():

@@ -73,16 +73,16 @@ class Calibrator:
         """The new classifier; the old one stays as it is."""
         old, features = plain(classifier), width_of(classifier)
         width = Transform(self.transform).width(features)
-        if (old.out_features, width) != (stats.classes, stats.dimension) and stats.transform == self.transform:
-            raise UsageError(
-                f"the classifier maps {features} features to {old.out_features} classes, the statistics hold "
-                f"{stats.dimension} features and {stats.classes} classes: they belong to another model"
-            )
         if stats.transform != self.transform:
             raise UsageError(
                 f"{self.name} is to work on features under {self.transform!r}, but the statistics were "
                 f"taken under {stats.transform!r}: collect them with transform={self.transform!r}, "
                 f"or choose {self.name}(transform=...)"
+            )
+        if (old.out_features, width) != (stats.classes, stats.dimension):
+            raise UsageError(
+                f"the classifier maps {features} features to {old.out_features} classes, the statistics hold "
+                f"{stats.dimension} features and {stats.classes} classes: they belong to another model"
             )
         if stats.form not in self.forms:
             raise UsageError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unskew.calibration.calibrator import Calibrator, Material, behind
 from unskew.calibration.ridge import solve, strength
-from unskew.errors import UsageError
+from unskew.errors import NOT_NEGATIVE, UsageError, check_number
 from unskew.models.networks import linear_of
 from unskew.models.transforms import Transform
 from unskew.statistics.moments import FORMS, STILL
@@ -75,8 +75,7 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
     >>> head(torch.tensor([[0.7], [4.0]])).argmax(1)
     tensor([0, 1])
     """
-    if not smoothing >= 0:
-        raise UsageError(f"smoothing is {smoothing}: it must be 0 or more")
+    check_number("smoothing", smoothing, NOT_NEGATIVE)
     front = Transform(f"{transform}+squares").name
 
     def fit(given: Material) -> nn.Module:
@@ -94,16 +93,8 @@ def gnb(smoothing: float = 1e-9, transform: str = "identity") -> Calibrator:
         return _head(torch.cat([mean / variance, -0.5 / variance], 1), bias, front, given)
 
     name = Transform(transform).name
-    return Calibrator(
-        "gnb",
-        ("diagonal", "class"),
-        name,
-        fit,
-        front,
-        needs_bias=True,
-        likely=True,
-        remedy="give it a larger smoothing",
-    )
+    remedy = "give it a larger smoothing"
+    return Calibrator("gnb", ("diagonal", "class"), name, fit, front, needs_bias=True, likely=True, remedy=remedy)
 
 
 def ncm(transform: str = "identity") -> Calibrator:
@@ -142,8 +133,7 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
     >>> layer.weight.shape
     torch.Size([2, 1])
     """
-    if not gamma >= 0:
-        raise UsageError(f"gamma is {gamma}: it must be 0 or more")
+    check_number("gamma", gamma, NOT_NEGATIVE)
 
     def fit(given: Material) -> nn.Module:
         stats, mean = given.stats, given.stats.mean
@@ -161,10 +151,9 @@ def fedcof(gamma: float = 1.0, transform: str = "identity") -> Calibrator:
         total = stats.cross.sum(1)
         gram.addr_(total, total / stats.count.sum())
         weight = solve(gram, stats.cross, 0.0).T
-        weight = weight / weight.norm(dim=1, keepdim=True).clamp(min=1e-300)
-        new = weight.to(given.old.weight)
-        bias = None if given.old.bias is None else new.new_zeros(len(new))
-        return behind(linear_of(new, bias), transform, given.width)
+        weight = (weight / weight.norm(dim=1, keepdim=True).clamp(min=1e-300)).to(given.old.weight)
+        bias = None if given.old.bias is None else torch.zeros_like(given.old.bias)
+        return behind(linear_of(weight, bias), transform, given.width)
 
     name = Transform(transform).name
     return Calibrator("fedcof", ANY_FORM, name, fit, name, apart=True, weighs=False)

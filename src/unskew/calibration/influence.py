@@ -80,7 +80,7 @@ def _outline(site: FeatureStats, name: str) -> Summary:
     """What is compared with other sites, without a scrutiny."""
     squares = None if site.form == "none" else site.squares.reshape(-1, site.dimension).sum(0)
     none = site.mean.new_zeros(0)
-    return Summary(name, site.form, site.transform, True, site.count, site.mean, none, squares, ())
+    return Summary(name, site.form, site.transform, site.count, site.mean, none, squares, ())
 
 
 def _bare(site: FeatureStats) -> FeatureStats:

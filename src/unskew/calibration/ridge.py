@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.calibration.calibrator import Calibrator, Material, behind
-from unskew.errors import UsageError
+from unskew.errors import NOT_NEGATIVE, UsageError, check_number
 from unskew.models.networks import linear_of
 from unskew.models.transforms import Transform
 from unskew.statistics.moments import STILL, FeatureStats
@@ -44,8 +44,7 @@ def ffc(ridge: float = 0.0, transform: str = "identity", choose: bool = False) -
     >>> layer(torch.tensor([[0.7], [4.0]])).argmax(1)
     tensor([0, 1])
     """
-    if not ridge >= 0:
-        raise UsageError(f"ridge is {ridge}: it must be 0 or more")
+    check_number("ridge", ridge, NOT_NEGATIVE)
     if ridge and choose:
         raise UsageError(f"ridge is {ridge}, but it is to be chosen: leave one of the two out")
 
@@ -138,18 +137,6 @@ def equations(stats: FeatureStats, intercept: bool) -> Equations:
         gram.masked_fill_(still | still[:, None], 0.0)
         cross = cross.masked_fill(still[:, None], 0.0)
     return Equations(gram, cross, mean, count / n)
-
-
-def squared_error(weight: Tensor, bias: Tensor | None, stats: FeatureStats) -> float:
-    """The mean of ||W z + b - one_hot(y)||^2 over the examples behind some moments, for W (C, d) and b (C,).
-
-    >>> z, y = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
-    >>> squared_error(torch.zeros(2, 2), None, FeatureStats.of(z, y, classes=2))
-    1.0
-    """
-    weight = weight.double()
-    bias = torch.zeros(len(weight), dtype=torch.float64, device=weight.device) if bias is None else bias.double()
-    return float(_error(weight.T, bias, stats.within, stats.mean, stats.count) / stats.count.sum())
 
 
 def _error(weight: Tensor, bias: Tensor, within: Tensor, mean: Tensor, count: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Which calibrator: by name, by what statistics allow, by the answers of the sites; and what to expect of it.
+"""Which calibrator: by name, by what statistics allow, or by the answers of the sites.
 
 `calibrators` are all there are. `calibrator_of("auto", ...)` takes the one that did best by measurement with statistics
-of that form (results/calibrators.md); `calibrate` puts what a calibrator makes into a copy of a model. `separation` is
-what CCVR 5.4 forecasts by. `chosen` takes the best of several heads by what the sites have counted on examples of their
-own, and keeps the old one unless another is better; `deciding` tells whose counts alone have made it so.
+of that form (results/calibrators.md); `calibrate` puts what a calibrator makes into a copy of a model. `chosen` takes
+the best of several heads by what the sites have counted on examples of their own, and keeps the old one unless another
+is better; `deciding` tells whose counts alone have made it so.
 """
 
 from __future__ import annotations
@@ -103,42 +103,6 @@ def calibrate(
     device = linear(model.classifier).weight.device
     apart = [site.to(device) for site in sites] if calibrator.apart else ()
     return with_classifier(model, calibrator(total.to(device), model.classifier, generator, prior, apart))
-
-
-# ---------------------------------------------------------------------------------------------- separation
-
-
-def separation(stats: FeatureStats, directions: int = 200, generator: torch.Generator | None = None) -> float | None:
-    """The mean sliced Wasserstein distance between the Gaussians of any two classes: CCVR 5.4 and Figure 6.
-
-    Along a unit vector v both are Gaussians of one dimension, whose squared distance is known: the difference of the
-    means squared plus that of the deviations squared. It is averaged over `directions` random vectors, its root over
-    all pairs of classes with examples, in units of the features' mean deviation within classes, so that models can be
-    compared. The farther apart, the more a calibration can gain. None from statistics of form "none".
-    """
-    if stats.form == "none":
-        return None
-    draw = generator or torch.Generator().manual_seed(0)
-    lines = torch.randn(stats.dimension, directions, generator=draw, dtype=torch.float64).to(stats.mean)
-    lines = lines / lines.norm(dim=0)
-    present = (stats.count > 0).nonzero().flatten().tolist()
-    if len(present) < 2:
-        return None
-    means = (stats.mean @ lines)[present]  # (C, directions)
-    if stats.form == "pooled":
-        covariance = stats.within / stats.count.sum()
-        deviations = ((lines * (covariance @ lines)).sum(0)).clamp(min=0).sqrt().expand_as(means)
-    elif stats.form == "diagonal":
-        deviations = (torch.stack([stats.variances_of(label) for label in present]) @ lines**2).sqrt()
-    else:
-        along = [(lines * (stats.covariance_of(label) @ lines)).sum(0) for label in present]
-        deviations = torch.stack(along).clamp(min=0).sqrt()
-    distances = [
-        ((means[row + 1 :] - means[row]) ** 2 + (deviations[row + 1 :] - deviations[row]) ** 2).mean(1).sqrt()
-        for row in range(len(present) - 1)
-    ]
-    unit = deviations.pow(2).mean().sqrt()
-    return float(torch.cat(distances).mean() / unit) if unit > 0 else math.inf
 
 
 # ---------------------------------------------------------------------------------------------- validation

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,9 +71,8 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """Return the same data set on another device."""
-        parts = (self.x, self.y, self.x_test, self.y_test, self.mean, self.std)
-        x, y, x_test, y_test, mean, std = (part.to(device) for part in parts)
-        return Dataset(self.name, x, y, x_test, y_test, self.labels, mean, std)
+        moved: dict[str, Any] = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **moved)
 
 
 def _examples(x: Values, split: str) -> Tensor:
@@ -248,6 +247,7 @@ _KRIZ = "https://www.cs.toronto.edu/~kriz/"
 _KRIZ_PAGE = "www.cs.toronto.edu/~kriz/cifar.html and torchvision"
 _ZALANDO = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 _ZALANDO_PAGE = "README of github.com/zalandoresearch/fashion-mnist"
+_STANFORD = "http://cs231n.stanford.edu/"
 _EDINBURGH = "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/"
 # We have no checksum from these two publishers; those below are what the named loaders compare with.
 _EDINBURGH_PAGE = "github.com/vaseline555/Federated-Learning-in-PyTorch"
@@ -294,13 +294,7 @@ _KNOWN = (
         "tiny-imagenet",
         "100,000 + 10,000 photographs, 64x64 colour; tested on its validation part",
         200,
-        (
-            File(
-                "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-                "md5:90528d7ca1a48142e341f4ef8d21d0de",
-                _TINY_PAGE,
-            ),
-        ),
+        (File(f"{_STANFORD}tiny-imagenet-200.zip", "md5:90528d7ca1a48142e341f4ef8d21d0de", _TINY_PAGE),),
         "tiny-imagenet-200",
         "wnids.txt",
     ),

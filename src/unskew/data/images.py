@@ -141,7 +141,8 @@ class ImageFolder(NamedTuple):
 def image_folder(path: Path, start: str) -> ImageFolder:
     """One of the `splits` of a folder of class folders; hidden files are not looked at."""
     root, used = path / start, splits(path)
-    classes = in_order([entry.name for entry in _entries(root) if _is_folder(entry)], root)
+    here = _entries(root)
+    classes = in_order([entry.name for entry in here if _is_folder(entry)], root)
     images: list[list[Path]] = []
     other: list[str] = []
     inner: list[str] = []
@@ -158,7 +159,7 @@ def image_folder(path: Path, start: str) -> ImageFolder:
         "files that are no images": other,
         "folders inside class folders": inner,
         "images beside the class folders": [
-            entry.name for entry in _entries(root) if entry.name.lower().endswith(SUFFIXES) and not _is_folder(entry)
+            entry.name for entry in here if entry.name.lower().endswith(SUFFIXES) and not _is_folder(entry)
         ],
         f"folders beside {' and '.join(used)}": [
             entry.name for entry in _entries(path) if start and _is_folder(entry) and f"{entry.name}/" not in used
@@ -194,14 +195,17 @@ def _refusing(name: object) -> Iterator[None]:
     """Refuse an image that is damaged, which can raise anything, or larger than is allowed; where memory is short it
     may be whole.
     """
+    from PIL import UnidentifiedImageError
+
     try:
         yield
-    except DataError as error:
-        raise DamagedImage(f"{name} can't be read as an image: {str(error).removeprefix(f'{name}: ')}") from error
     except Exception as error:
         if is_memory(error):
             raise DataError(f"{name}: it needs more memory than there is here") from error
-        raise _damaged(name, error) from error
+        why = str(error).removeprefix(f"{name}: ") or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):  # its own message names an address in memory
+            why = f"it is none of {', '.join(FORMATS)}, or damaged"
+        raise DamagedImage(f"{name} can't be read as an image: {why}") from error
 
 
 def _opened(file: BinaryIO, name: object) -> Picture:
@@ -226,14 +230,6 @@ def _in_mode(image: Picture, channels: int | None) -> Picture:
     see_through = image.mode == "P" and "transparency" in image.info
     plain = (image.convert("RGBA") if see_through else image).convert("RGB")  # at once, Pillow would warn
     return plain.convert("L") if channels == 1 else plain
-
-
-def _damaged(name: object, error: Exception) -> DamagedImage:
-    from PIL import UnidentifiedImageError
-
-    unknown = isinstance(error, UnidentifiedImageError)  # its own message names an address in memory
-    why = f"it is none of {', '.join(FORMATS)}, or damaged" if unknown else str(error) or type(error).__name__
-    return DamagedImage(f"{name} can't be read as an image: {why}")
 
 
 def scaled(image: Picture, preparation: Preparation) -> Picture:
@@ -268,20 +264,16 @@ def _middle(length: int, crop: int, offset: str) -> int:
 
 def decoded(read: Callable[[], bytes], name: str, preparation: Preparation) -> Array:
     """Decode one image, scale and crop it: (height, width) if it is grey, (height, width, 3) if not; uint8."""
-    return _pixels(picture(read, name, _without_copies(preparation)), name, preparation, "convert it to 8 bits")
+    return _pixels(Example(name, partial(picture, read, name)), preparation, "convert it to 8 bits")
 
 
-def _pixels(image: Picture, name: str, preparation: Preparation, remedy: str) -> Array:
+def _pixels(example: Example, preparation: Preparation, remedy: str) -> Array:
+    image = example.picture(1 if preparation.channels == 1 else None)  # a grey one once, whatever becomes of it
     if image.mode.startswith(_DEEP):
         white = "and what is white is not known"
-        raise DataError(f"{name} has more than 8 bits a pixel (mode {image.mode}), {white}: {remedy}")
-    with _refusing(name):
+        raise DataError(f"{example.name} has more than 8 bits a pixel (mode {image.mode}), {white}: {remedy}")
+    with _refusing(example.name):
         return np.asarray(scaled(image, preparation))
-
-
-def _without_copies(preparation: Preparation) -> int | None:
-    """The channels to scale: a grey image once, whatever becomes of it."""
-    return 1 if preparation.channels == 1 else None
 
 
 # -------- Examples --------
@@ -326,7 +318,7 @@ def maker(preparation: Preparation) -> Callable[[Example], Array]:
 
 def _stacked(preparation: Preparation, example: Example) -> Array:
     remedy = "convert it to 8 bits, or prepare images by a function of your own, which gets it as it is"
-    image = _pixels(example.picture(_without_copies(preparation)), example.name, preparation, remedy)
+    image = _pixels(example, preparation, remedy)
     if image.ndim == 3:
         return np.ascontiguousarray(image.transpose(2, 0, 1))
     return np.broadcast_to(image, (preparation.channels or 1, *image.shape))

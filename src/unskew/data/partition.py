@@ -106,31 +106,23 @@ def dirichlet(clients: int, alpha: float, min_size: int = 1, balance: bool = Fal
     >>> sum(len(part) for part in parts)
     100
     """
-    if not alpha > 0 or not np.isfinite(alpha):
-        raise UsageError(f"alpha is {alpha}: it must be a number above 0 (0.1 is very skewed, 100 nearly even)")
 
-    def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        _enough(labels, clients, min_size)
+    def draw(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+        held = np.zeros(clients, dtype=np.int64)
+        for label in np.unique(labels):
+            members = rng.permutation(np.flatnonzero(labels == label))
+            share = rng.dirichlet(np.full(clients, alpha))
+            if balance:
+                room = (held < len(labels) / clients).astype(float)
+                share = share * room if (share * room).sum() > 0 else room
+                share = share / share.sum()
+            for client, piece in enumerate(_shared(members, share)):
+                parts[client].append(piece)
+                held[client] += len(piece)
+        return [np.concatenate(pieces) for pieces in parts]
 
-        def draw() -> list[np.ndarray]:
-            parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
-            held = np.zeros(clients, dtype=np.int64)
-            for label in np.unique(labels):
-                members = rng.permutation(np.flatnonzero(labels == label))
-                share = rng.dirichlet(np.full(clients, alpha))
-                if balance:
-                    room = (held < len(labels) / clients).astype(float)
-                    share = share * room if (share * room).sum() > 0 else room
-                    share = share / share.sum()
-                ends = np.rint(np.cumsum(share) * len(members)).astype(np.int64)
-                for client, piece in enumerate(np.split(members, ends[:-1])):
-                    parts[client].append(piece)
-                    held[client] += len(piece)
-            return [np.concatenate(pieces) for pieces in parts]
-
-        return _redraw(draw, min_size, f"dirichlet(clients={clients}, alpha={alpha})", "raise alpha")
-
-    return cut
+    return _redrawn("dirichlet", draw, clients, alpha, min_size, "0.1 is very skewed, 100 nearly even")
 
 
 def shards(clients: int, per_client: int = 2) -> Partition:
@@ -207,19 +199,18 @@ def quantity(clients: int, alpha: float, min_size: int = 1) -> Partition:
     >>> [len(part) for part in parts]
     [23, 29, 48]
     """
-    if not alpha > 0 or not np.isfinite(alpha):
-        raise UsageError(f"alpha is {alpha}: it must be a number above 0 (small means very unequal sizes)")
 
-    def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        _enough(labels, clients, min_size)
+    def draw(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        share = rng.dirichlet(np.full(clients, alpha))
+        return _shared(rng.permutation(len(labels)), share)
 
-        def draw() -> list[np.ndarray]:
-            ends = np.rint(np.cumsum(rng.dirichlet(np.full(clients, alpha))) * len(labels)).astype(np.int64)
-            return np.split(rng.permutation(len(labels)), ends[:-1])
+    return _redrawn("quantity", draw, clients, alpha, min_size, "small means very unequal sizes")
 
-        return _redraw(draw, min_size, f"quantity(clients={clients}, alpha={alpha})", "raise alpha")
 
-    return cut
+def _shared(members: np.ndarray, share: np.ndarray) -> list[np.ndarray]:
+    """Examples, cut into these shares."""
+    ends = np.rint(np.cumsum(share) * len(members)).astype(np.int64)
+    return np.split(members, ends[:-1])
 
 
 def _enough(labels: np.ndarray, clients: int, min_size: int) -> None:
@@ -235,18 +226,25 @@ def _enough(labels: np.ndarray, clients: int, min_size: int) -> None:
         )
 
 
-def _redraw(draw: Callable[[], list[np.ndarray]], min_size: int, what: str, remedy: str) -> list[np.ndarray]:
+def _redrawn(what: str, draw: Partition, clients: int, alpha: float, min_size: int, about: str) -> Partition:
     """Draw until every client has `min_size` examples."""
-    smallest = 0
-    for _ in range(ATTEMPTS):
-        parts = draw()
-        if min(map(len, parts)) >= min_size:
-            return _sorted(parts)
-        smallest = max(smallest, min(map(len, parts)))
-    raise UsageError(
-        f"{what} left some client below min_size={min_size} in {ATTEMPTS} draws "
-        f"(the best draw's smallest client had {smallest}): {remedy}, lower min_size, or use fewer clients"
-    )
+    if not alpha > 0 or not np.isfinite(alpha):
+        raise UsageError(f"alpha is {alpha}: it must be a number above 0 ({about})")
+
+    def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+        _enough(labels, clients, min_size)
+        smallest = 0
+        for _ in range(ATTEMPTS):
+            parts = draw(labels, rng)
+            if min(map(len, parts)) >= min_size:
+                return _sorted(parts)
+            smallest = max(smallest, min(map(len, parts)))
+        raise UsageError(
+            f"{what}(clients={clients}, alpha={alpha}) left some client below min_size={min_size} in {ATTEMPTS} draws "
+            f"(the best draw's smallest client had {smallest}): raise alpha, lower min_size, or use fewer clients"
+        )
+
+    return cut
 
 
 def _sorted(parts: list[np.ndarray]) -> list[np.ndarray]:

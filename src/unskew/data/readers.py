@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ from unskew.data.preparation import Preparation
 from unskew.errors import DataError
 from unskew.files import archives, limits
 from unskew.files.checksums import checksum_of
+from unskew.files.pickles import Unpickler
 from unskew.files.untrusted import is_memory, read_bytes
 from unskew.files.writing import replacing
 
@@ -247,11 +248,8 @@ class _Pickled:
         self.state = state
 
 
-class _Restricted(pickle._Unpickler):
-    """Unpickles numbers, strings, lists, dictionaries and byte arrays; any other name is refused.
-
-    It is the one written in Python: in the one written in C a single damaged byte can ask for gigabytes.
-    """
+class _Restricted(Unpickler):
+    """Unpickles numbers, strings, lists, dictionaries and byte arrays; any other name is refused."""
 
     known: Mapping[str, Any] = {
         "numpy.core.multiarray._reconstruct": _Pickled,
@@ -259,21 +257,6 @@ class _Restricted(pickle._Unpickler):
         "numpy.ndarray": _Pickled,
         "numpy.dtype": _Pickled,
     }
-    # An empty array of bytes of any length is made before its content is looked for.
-    dispatch: ClassVar = {
-        code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
-    }
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content), encoding="bytes")
-        self.left = 2 * len(content)  # bytes to be made of texts: each could be asked for many times
-
-    def encoded(self, text: str, encoding: str = "latin1") -> bytes:
-        """Bytes as Python 3 writes them in protocol 2."""
-        self.left -= len(text)
-        if self.left < 0:
-            raise pickle.UnpicklingError("it unpacks to more than it holds")
-        return text.encode("latin1")
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" == "_codecs.encode":
@@ -301,7 +284,7 @@ def _unpickle(files: Files, name: str, path: Path, *keys: str) -> list[Any]:
     """Return the values of `keys` in one pickled dictionary."""
     content = _take(files, name, path)
     try:
-        table = _Restricted(content).load()
+        table = _Restricted(io.BytesIO(content), "bytes", 2 * len(content)).load()
         return [_plain(table[key.encode()]) for key in keys]
     except Exception as error:  # a damaged pickle can raise anything
         wanted = ", ".join(keys)
@@ -428,15 +411,10 @@ def class_folders(path: Path, cache: Path | None = None, size: int | None = None
         files |= own
         listings.append(_Listing(list(own), np.repeat(np.arange(len(labels)), part.counts)))
 
-    def decode() -> Arrays:
-        if len(listings) == 1:
-            names, y = listings[0]
-            return _both(
-                files, path, size, [_Listing([names[row] for row in rows], y[rows]) for rows in stratified(y)], labels
-            )
-        return _both(files, path, size, listings, labels)
-
-    return _cached(path, cache, size, decode)
+    if len(listings) == 1:
+        names, y = listings[0]
+        listings = [_Listing([names[row] for row in rows], y[rows]) for rows in stratified(y)]
+    return _cached(path, cache, size, lambda: _both(files, path, size, listings, labels))
 
 
 def _npz_images(x: Array, name: str) -> Array:

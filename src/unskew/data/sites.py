@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from unskew import specs
 from unskew.data import images, readers
-from unskew.data.datasets import KNOWN, channels_first, load, normalise
+from unskew.data.datasets import KNOWN, channels_first, load
 from unskew.data.images import DamagedImage, LeftOut
-from unskew.data.preparation import PIXELS, Preparation
+from unskew.data.preparation import PIXELS, Preparation, as_module
 from unskew.data.tables import number_in, read_table
 from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
 from unskew.files import limits
@@ -57,24 +57,12 @@ class SiteData:
 
     batches: Walk  # inputs, as float32 or as a loader of the user's gives them, and labels (n,) int64
     labels: tuple[str, ...] | None  # the classes' names in the order of their numbers, if known
-    classes: int | None  # how many classes there are, if known
-    examples: int | None  # how many examples there are, damaged ones included, if known before all are read
-    preparation: Preparation | None  # what is done to the inputs, whoever said so; None: a loader knows
+    classes: int | None = None  # how many classes there are, if known
+    examples: int | None = None  # how many examples there are, damaged ones included, if known before all are read
+    preparation: Preparation | None = None  # what is done to the inputs, whoever said so; None: a loader knows
     assumed: bool = False  # nobody gave the order of `labels`: it is that of `images.in_order`
     left_out: tuple[LeftOut, ...] = ()  # what lies in a folder and is not read
     damaged: Mapping[str, str] = field(default_factory=dict)  # files that were skipped, and why; grows while walking
-
-
-class _Source(NamedTuple):
-    """What one kind of data gives."""
-
-    walk: Walk  # inputs uint8 or float32, not normalised yet
-    labels: tuple[str, ...] | None
-    examples: int | None = None
-    width: int | None = None  # how many channels or features; None: inputs are taken as they come
-    preparation: Preparation | None = None  # as the data themselves have it
-    left_out: tuple[LeftOut, ...] = ()
-    damaged: Mapping[str, str] = {}
 
 
 def site_data(
@@ -148,10 +136,8 @@ def site_data(
         found = f"{len(source.labels)} {'labels' if names else f'classes in {spec}'}"
         raise UsageError(f"classes is {classes}, but there are {found}: {LABELS}")
     classes = classes if source.labels is None else len(source.labels)
-    assumed = kind == "folder" and names is None
     prepared = None if source.preparation is None else source.preparation.canonical()
-    return SiteData(_prepared(spec, source, classes), source.labels, classes, source.examples, prepared, assumed,
-                    source.left_out, source.damaged)  # fmt: skip
+    return replace(source, batches=_prepared(spec, source, classes), classes=classes, preparation=prepared)
 
 
 def read_labels(path: str | Path) -> tuple[str, ...]:
@@ -210,21 +196,22 @@ def _of(spec: object, given: Preparation, numbers: str, width: int, channels: in
     return replace(given, numbers=numbers, channels=channels)
 
 
-def _prepared(spec: str, source: _Source, classes: int | None) -> Walk:
-    """The batches of a source, checked and normalised."""
-    own = source.preparation or Preparation()
-    shift, scale = (torch.tensor(values, dtype=torch.float32) for values in (own.mean or (0.0,), own.std or (1.0,)))
+def _prepared(spec: str, source: SiteData, classes: int | None) -> Walk:
+    """The batches of a source, whose inputs are uint8 or float32 as they were read, checked and normalised; those of a
+    loader or a function of the user's are taken as they come.
+    """
+    given = source.preparation
+    own = None if given is None or given.function else as_module(given)
 
     def batches() -> Iterator[tuple[Any, Tensor]]:
         seen = 0
-        for x, y in source.walk():
+        for x, y in source.batches():
             _check_range(spec, y, classes, seen)
-            if source.width is not None:
+            if own is not None:
                 if x.is_floating_point() and not x.isfinite().all():
                     row = seen + int((~x.flatten(1).isfinite().all(1)).nonzero()[0])
                     raise DataError(f"{spec}: example {row} holds a value that is not finite")
-                shape = (-1, *[1] * (x.dim() - 2))
-                x = normalise(x.contiguous(), shift.view(shape), scale.view(shape))
+                x = own(x.contiguous())
             seen += len(y)
             if len(y):
                 yield x, y
@@ -262,7 +249,7 @@ SKIP = "mend or remove it, or leave out all such files by --skip-damaged (skip_d
 
 def _folder(
     path: Path, part: str, labels: tuple[str, ...] | None, given: Preparation, batch: int, skip_damaged: bool
-) -> _Source:
+) -> SiteData:
     starts = images.splits(path)
     here = images.image_folder(path, starts[0 if part == "train" else -1])
     if labels is None:
@@ -287,8 +274,7 @@ def _folder(
         if files and len(damaged) == len(files):
             raise DataError(f"{root}: none of its {len(files)} images can be read; {next(iter(damaged.values()))}")
 
-    width = None if given.function else preparation.channels
-    return _Source(walk, names, len(files), width, preparation, here.left_out, damaged)
+    return SiteData(walk, names, None, len(files), preparation, labels is None, here.left_out, damaged)
 
 
 def _tried(function: Callable[[Any], Any], skip_damaged: bool, image: Any) -> Any:
@@ -343,7 +329,7 @@ def _other_size(
 def _arrays(
     spec: str, x: Tensor, y: Tensor, own: tuple[str, ...] | None, labels: tuple[str, ...] | None, given: Preparation,
     batch: int,
-) -> _Source:  # fmt: skip
+) -> SiteData:  # fmt: skip
     if len(x) != len(y):
         raise DataError(f"{spec} holds {len(x)} examples, but {len(y)} labels")
     if own is not None and labels is not None:  # each class has two numbers: its place here and among `labels`
@@ -352,10 +338,10 @@ def _arrays(
     scaling = [name for name in _SCALING if getattr(given, name) is not None]
     channels = _channels(spec, x, given, scaling)
     if given.function:
-        width, preparation = None, replace(given, channels=channels)
+        preparation = replace(given, channels=channels)
     else:
-        width = channels or x.shape[1]
-        preparation = _of(spec, given, PIXELS if x.dtype == torch.uint8 else "values", width, channels)
+        numbers = PIXELS if x.dtype == torch.uint8 else "values"
+        preparation = _of(spec, given, numbers, channels or x.shape[1], channels)
     one = images.maker(preparation) if scaling else None
 
     def walk() -> Iterator[tuple[Tensor, Tensor]]:
@@ -368,7 +354,7 @@ def _arrays(
                 lambda row: images.of_array(f"{spec}: example {row}", array[row]), y, one, batch, given, {}
             )
 
-    return _Source(walk, labels or own, len(y), width, preparation)
+    return SiteData(walk, labels or own, None, len(y), preparation)
 
 
 def _channels(spec: str, x: Tensor, given: Preparation, scaling: Sequence[str]) -> int | None:
@@ -397,7 +383,7 @@ def _known_moments(given: Preparation, mean: Tensor, std: Tensor, channels: int)
 # -------- Tables --------
 
 
-def _table(path: Path, label_column: str, labels: tuple[str, ...] | None, given: Preparation, batch: int) -> _Source:
+def _table(path: Path, label_column: str, labels: tuple[str, ...] | None, given: Preparation, batch: int) -> SiteData:
     table = read_table(path, label_column, batch)
     numbers = {name: number for number, name in enumerate(labels or ())}
     counted = all(_whole(name) is None for name in numbers)  # a number means itself, unless it can be a name
@@ -418,9 +404,8 @@ def _table(path: Path, label_column: str, labels: tuple[str, ...] | None, given:
             y = torch.tensor([class_of(cell, where, row) for row, cell in enumerate(cells)], dtype=torch.int64)
             yield from zip(torch.from_numpy(x).split(batch), y.split(batch), strict=True)
 
-    width = len(table.features)
     said = f"columns:{digest(table.features)[:8]}"  # in another order they would be another site's other features
-    return _Source(walk, labels, table.examples, width, _of(path, given, said, width))
+    return SiteData(walk, labels, None, table.examples, _of(path, given, said, len(table.features)))
 
 
 def _whole(cell: Any) -> int | None:
@@ -431,7 +416,7 @@ def _whole(cell: Any) -> int | None:
 # -------- The user's own loader --------
 
 
-def _loader(spec: str, part: str, labels: tuple[str, ...] | None, batch: int) -> _Source:
+def _loader(spec: str, part: str, labels: tuple[str, ...] | None, batch: int) -> SiteData:
     name, options = specs.parse(spec)
     function = specs.load_function("data", name)
     parameters = inspect.signature(function).parameters
@@ -448,7 +433,7 @@ def _loader(spec: str, part: str, labels: tuple[str, ...] | None, batch: int) ->
             yield _pair(found, f"{spec}: batch {number}")
             number += 1
 
-    return _Source(walk, labels)
+    return SiteData(walk, labels)
 
 
 def _pair(found: object, where: str) -> tuple[Any, Tensor]:

@@ -106,28 +106,24 @@ SEPARATORS = (",", ";", "\t")
 
 
 def _csv_lines(path: Path, separator: str = ",") -> Iterator[tuple[int, list[str]]]:
+    length, most = 0, limits.most("line")  # of what was read since the last row
+
+    def lines(file: io.TextIOWrapper) -> Iterator[str]:
+        """For a reader that joins lines whose quotes do not end: cut off where they get too long."""
+        nonlocal length
+        while line := file.readline(most + 1):
+            length += len(line)
+            if length > most:
+                limits.check("line", length, path)
+            yield line
+
     with reading(path, "can't be read as CSV"), open_regular(path) as raw:
-        lines = _Lines(io.TextIOWrapper(raw, encoding="utf-8-sig", newline=""), path)
-        reader = csv.reader(lines, delimiter=separator, strict=True)
+        text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+        reader = csv.reader(lines(text), delimiter=separator, strict=True)
         for cells in reader:
-            lines.length = 0
+            length = 0
             if cells:  # a blank line has none
                 yield reader.line_num, cells
-
-
-class _Lines:
-    """The lines of a file, for a reader that joins those whose quotes do not end: cut off where they get too long."""
-
-    def __init__(self, file: io.TextIOWrapper, path: Path) -> None:
-        self.file, self.path, self.length = file, path, 0  # since the last row
-        self.most = limits.most("line")
-
-    def __iter__(self) -> Iterator[str]:
-        while line := self.file.readline(self.most + 1):
-            self.length += len(line)
-            if self.length > self.most:
-                limits.check("line", self.length, self.path)
-            yield line
 
 
 def _csv(path: Path) -> _Columns:

@@ -15,7 +15,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,11 +66,11 @@ HELD = 600  # bytes of memory that Python takes for an entry
 
 def _check_directory(raw: BinaryIO, path: Path) -> None:
     """Refuse a .zip archive with too many entries before Python reads them all, which takes a second for 30,000."""
-    said, begin, size = _directory(raw)
-    limits.check("archive_entries", said, path)
-    limits.check("memory", 3 * size, path)
-    raw.seek(begin)
-    content = raw.read(size)
+    found = directory(raw)
+    limits.check("archive_entries", found.entries, path)
+    limits.check("memory", 3 * found.size, path)
+    raw.seek(found.begin)
+    content = raw.read(found.size)
     at = count = 0
     while at + ENTRY <= len(content):  # as Python does: whatever number the end says, it reads to the last
         count += 1
@@ -78,11 +78,20 @@ def _check_directory(raw: BinaryIO, path: Path) -> None:
             limits.check("archive_entries", count, path)
         at += ENTRY + sum(struct.unpack_from("<3H", content, at + 28))  # of its name, further fields and comment
     limits.check("archive_entries", count, path)
-    limits.check("memory", 3 * size + HELD * count, path)
+    limits.check("memory", 3 * found.size + HELD * count, path)
 
 
-def _directory(raw: BinaryIO) -> tuple[int, int, int]:
-    """How many entries a .zip archive says to have, and where their list begins and how long it is."""
+class Directory(NamedTuple):
+    """What a .zip archive says of the list of its entries."""
+
+    entries: int
+    begin: int  # in the file
+    size: int
+    plain: bool  # whether it has one end and one list, so that nobody can see another list than Python does
+
+
+def directory(raw: BinaryIO) -> Directory:
+    """Find the list of entries of a .zip archive by its end."""
     whole = raw.seek(0, os.SEEK_END)
     last = max(0, whole - COMMENT - END)
     raw.seek(last)
@@ -92,18 +101,19 @@ def _directory(raw: BinaryIO) -> tuple[int, int, int]:
     record = tail[max(0, place) : place + END]
     if place < 0 or len(record) < END:
         raise zipfile.BadZipFile("it does not end as a .zip archive does")
-    said, size = struct.unpack_from("<HI", record, 10)
+    said, size, told = struct.unpack_from("<HII", record, 10)
     end = last + place
+    at_end = end == whole - END
     raw.seek(max(0, end - LOCATOR - LONG_END))
     before = raw.read(min(end, LOCATOR + LONG_END))
     if before[-LOCATOR:].startswith(b"PK\x06\x07"):  # a large archive, which says it again in longer numbers
         end -= LOCATOR + LONG_END
         if not before.startswith(b"PK\x06\x06") or struct.unpack_from("<Q", before, LONG_END + 8)[0] != end:
             raise zipfile.BadZipFile("its end is not as a large .zip archive has it")
-        said, size = struct.unpack_from("<QQ", before, 32)
+        said, size, told = struct.unpack_from("<QQQ", before, 32)
     if size > end:
         raise zipfile.BadZipFile(f"its list of entries has {size:,} bytes, it says, which are not there")
-    return said, end - size, size
+    return Directory(said, end - size, size, at_end and told == end - size)
 
 
 class _Gunzipped:
@@ -122,10 +132,6 @@ class _Gunzipped:
             size -= len(block)
             found.append(block)
         return b"".join(found)
-
-    def tell(self) -> int:
-        """How much has been read."""
-        return self.unpacked
 
 
 def _in_tar(stream: _Gunzipped, path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:

@@ -33,23 +33,14 @@ def checksum_of(path: Path, algorithm: str = "sha256") -> str:
     return str(state.hexdigest())
 
 
-class TensorHash:
-    """SHA-256 over metadata, and over the names, types, shapes and bytes of tensors as they come."""
+def tensor_hash(metadata: Mapping[str, str]) -> hashlib._Hash:
+    """SHA-256 over metadata, to go on with the `opening` and the bytes of each tensor."""
+    return hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
 
-    def __init__(self, metadata: Mapping[str, str]) -> None:
-        self._state = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
 
-    def begin(self, name: str, dtype: object, shape: Sequence[int]) -> None:
-        """A tensor begins."""
-        self._state.update(f"{name} {dtype} {tuple(shape)}\n".encode())
-
-    def update(self, content: Any) -> None:
-        """Some of its bytes."""
-        self._state.update(content)
-
-    def hexdigest(self) -> str:
-        """What it comes to."""
-        return self._state.hexdigest()
+def opening(name: str, dtype: object, shape: Sequence[int]) -> bytes:
+    """What is hashed before the bytes of a tensor."""
+    return f"{name} {dtype} {tuple(shape)}\n".encode()
 
 
 def bytes_of(tensor: Tensor) -> Any:

@@ -81,17 +81,11 @@ def check(name: str, value: int, where: object) -> None:
 --limit classes=200000 (or UNSKEW_LIMITS=classes=200000)
     """
     if value > most(name):
-        raise DataError(f"{where}: {refusal(name, value)}")
-
-
-def refusal(name: str, value: int) -> str:
-    """The words for a value that is above a limit."""
-    counts, allowed = TABLE[name].counts, most(name)
-    setting = f"{name}={value}"
-    return (
-        f"{_short(value)} {counts}; the limit {name!r} is {allowed:,}. If that is meant, raise it: "
-        f"--limit {setting} (or {VARIABLE}={setting})"
-    )
+        found, setting = f"{value:,}" if value < 10**18 else "more than 10^18", f"{name}={value}"
+        raise DataError(
+            f"{where}: {found} {TABLE[name].counts}; the limit {name!r} is {most(name):,}. If that is meant, raise it: "
+            f"--limit {setting} (or {VARIABLE}={setting})"
+        )
 
 
 def check_unpacked(unpacked: int, packed: int, where: object) -> None:
@@ -162,10 +156,6 @@ def amount(text: str) -> int:
         return int(memory() * float(number) / 100)
     scale = (1024 if binary else 1000) ** " kmgt".index((unit or " ").lower())
     return int(number) * scale if number.isdecimal() else int(float(number) * scale)
-
-
-def _short(value: int) -> str:
-    return f"{value:,}" if value < 10**18 else "more than 10^18"
 
 
 def memory() -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from unskew.files import limits
-from unskew.files.archives import opened_zip
+from unskew.files.archives import directory, opened_zip
 from unskew.files.untrusted import open_regular
 
 _MADE = re.compile(r"torch\.(\w+\.)*\w*(Storage|Tensor)|builtins\.bytearray")  # called with a size, they are that large
@@ -37,7 +37,7 @@ def check_pickled(path: Path) -> None:
             return
         with opened_zip(raw, path) as bundle:
             names = bundle.namelist()
-            if len(set(names)) < len(names) or not _plain(raw, bundle):
+            if len(set(names)) < len(names) or not directory(raw).plain:
                 raise ValueError("it is no archive as torch writes it")
             for entry in bundle.infolist():
                 if entry.filename.endswith(".pkl"):
@@ -55,48 +55,26 @@ def _claimed(source: _Source) -> int:
     return sum(walk.storages.values())
 
 
-def _plain(raw: BinaryIO, bundle: zipfile.ZipFile) -> bool:
-    """Whether an archive has one end and one list of entries, so that torch can't see another list than Python does."""
-    raw.seek(-22, io.SEEK_END)
-    end = raw.tell()
-    record = raw.read()
-    raw.seek(max(0, end - 20))
-    locator = raw.read(20)
-    begin: int | None = bundle.start_dir
-    told = int.from_bytes(record[16:20], "little")
-    if locator.startswith(b"PK\x06\x07"):  # of a large archive: a longer record stands right before its locator
-        place = int.from_bytes(locator[8:16], "little")
-        raw.seek(max(0, end - 76))
-        long = raw.read(56)
-        return place == end - 76 and long[:4] == b"PK\x06\x06" and int.from_bytes(long[48:56], "little") == begin
-    return record[:4] == b"PK\x05\x06" and told == begin
-
-
 class _Source:
     """A file of pickles, of which no more is read than the limit."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.file, self.path, self.left = file, path, limits.most("pickle")
 
-    def _taken(self, size: int) -> int:
+    def _take(self, size: int) -> None:
         self.left -= size
         if self.left < 0:
             limits.check("pickle", limits.most("pickle") - self.left, self.path)
-        return size
 
     def read(self, size: int) -> bytes:
         """Some bytes."""
-        return self.file.read(self._taken(size))
-
-    def readinto(self, buffer: bytearray) -> int:
-        """Some bytes, into a place for them."""
-        self._taken(len(buffer))
-        return self.file.readinto(buffer)  # type: ignore[attr-defined]
+        self._take(size)
+        return self.file.read(size)
 
     def readline(self) -> bytes:
         """A line."""
         line = self.file.readline(self.left + 1)
-        self._taken(len(line))
+        self._take(len(line))
         return line
 
 
@@ -139,9 +117,6 @@ class _Stand:
     def add(self, value: Any) -> None:
         """Of a set."""
 
-    def update(self, values: Any) -> None:
-        """Of a set."""
-
 
 def _check_inside(storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
     """Refuse a tensor that reaches beyond its storage, which torch would make longer."""
@@ -154,25 +129,35 @@ def _check_inside(storage: Any, offset: int, size: tuple[int, ...], stride: tupl
         raise ValueError("a tensor reaches beyond its storage")
 
 
-class _Walk(pickle._Unpickler):
-    """Walks through a pickle; the one in Python, since it holds no more than it has read."""
+class Unpickler(pickle._Unpickler):
+    """The one that is written in Python, since it holds no more than it has read: in the one written in C a single
+    damaged byte can ask for gigabytes. `encodable` characters of texts may become bytes.
+    """
 
+    # An empty array of bytes of any length is made before its content is looked for.
     dispatch: ClassVar = {
         code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
     }
 
-    def __init__(self, source: _Source) -> None:
-        super().__init__(source, encoding="latin1")
-        self.storages: dict[Any, int] = {}
-        self.stands: dict[str, type[_Stand]] = {}
-        self.encodable = limits.most("pickle")
+    def __init__(self, source: Any, encoding: str, encodable: int) -> None:
+        super().__init__(source, encoding=encoding)
+        self.encodable = encodable
 
-    def encoded(self, text: str, encoding: str = "latin1") -> str:
-        """A text that is to be encoded: a few bytes could ask for that many times."""
+    def encoded(self, text: str, encoding: str = "latin1") -> bytes:
+        """Bytes as Python 3 writes them in protocol 2: a few bytes could ask for the same text many times."""
         self.encodable -= len(text)
         if self.encodable < 0:
-            raise ValueError("it unpacks to more than it holds")
-        return text
+            raise pickle.UnpicklingError("it unpacks to more than it holds")
+        return text.encode("latin1")
+
+
+class _Walk(Unpickler):
+    """Walks through a pickle."""
+
+    def __init__(self, source: _Source) -> None:
+        super().__init__(source, "latin1", limits.most("pickle"))
+        self.storages: dict[Any, int] = {}
+        self.stands: dict[str, type[_Stand]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # its name in Python 2

@@ -21,7 +21,6 @@ from unskew.errors import DataError, UsageError
 from unskew.files.untrusted import read_bytes
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # of whoever signs
-KINDS = ("statistics", "sum", "answer", "heads")
 CHECKED = 8  # digits at the end of a signature by which a slip is seen without any key
 LENGTH = 128 + CHECKED  # digits of a signature as it stands in a file
 MOST_KEY = 2**14  # bytes of a key's file; ours have some hundred
@@ -126,48 +125,32 @@ def new_key(path: Path) -> tuple[Path, Path]:
 
 def read_key(path: Path) -> Key:
     """A private key that `unskew key new` wrote; whose it is, its file's name says."""
-    serialization, ed25519 = _library()
-    try:
-        key = serialization.load_pem_private_key(_content(path), None)
-    except DataError:
-        raise
-    except Exception as error:  # of many kinds, by what is wrong with it
-        raise _no_key(path, "private", str(error)) from None
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise _no_key(path, "private", "another kind of key")
-    return Key(_name_of(path), key.sign, _raw(key.public_key()))
+    key = _read(path, "private")
+    return Key(_name_of(path), key.sign, key.public_key().public_bytes_raw())
 
 
 def read_public(path: Path) -> bytes:
     """The raw public key, 32 bytes, of a file that `unskew key new` wrote."""
+    return bytes(_read(path, "public").public_bytes_raw())
+
+
+def _read(path: Path, kind: str) -> Any:
+    """The private or the public key in a file."""
     serialization, ed25519 = _library()
-    try:
-        key = serialization.load_pem_public_key(_content(path))
-    except DataError:
-        raise
-    except Exception as error:
-        raise _no_key(path, "public", str(error)) from None
-    if not isinstance(key, ed25519.Ed25519PublicKey):
-        raise _no_key(path, "public", "another kind of key")
-    return _raw(key)
-
-
-def _raw(key: Any) -> bytes:
-    serialization, _ = _library()
-    raw: bytes = key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
-    return raw
-
-
-def _no_key(path: Path, kind: str, why: str) -> DataError:
-    return DataError(f"{path}: no {kind} Ed25519 key ({why.splitlines()[0][:80] if why else 'damaged'}); "
-                     "`unskew key new NAME` writes NAME.key and NAME.pub")  # fmt: skip
-
-
-def _content(path: Path) -> bytes:
     content = read_bytes(path, "text")
     if len(content) > MOST_KEY:
         raise DataError(f"{path}: larger than {MOST_KEY:,} bytes, so it is no key")
-    return content
+    try:
+        if kind == "private":
+            key, wanted = serialization.load_pem_private_key(content, None), ed25519.Ed25519PrivateKey
+        else:
+            key, wanted = serialization.load_pem_public_key(content), ed25519.Ed25519PublicKey
+        if isinstance(key, wanted):
+            return key
+        why = "another kind of key"
+    except Exception as error:  # of many kinds, by what is wrong with it
+        why = (str(error).splitlines() or ["damaged"])[0][:80]
+    raise DataError(f"{path}: no {kind} Ed25519 key ({why}); `unskew key new NAME` writes NAME.key and NAME.pub")
 
 
 # ---------------------------------------------------------------------------------------------- checking

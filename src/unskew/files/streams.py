@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unskew.errors import DataError
 from unskew.files import limits
-from unskew.files.checksums import TensorHash, bytes_of
+from unskew.files.checksums import bytes_of, opening, tensor_hash
 from unskew.files.headers import TYPES, Kind, read_header, unreadable
 from unskew.files.signing import LENGTH
 from unskew.files.untrusted import Source, open_regular, reading
@@ -77,10 +77,10 @@ def write(
     if isinstance(into, Path):
         with replacing(into) as temporary, temporary.open("wb") as file:
             return write(file, kinds, pieces, metadata, sign)
-    digest = TensorHash(metadata)
+    digest = tensor_hash(metadata)
     into.write(_header(kinds, blank))
     for name in layout(kinds):
-        digest.begin(name, kinds[name].dtype, kinds[name].shape)
+        digest.update(opening(name, *kinds[name]))
         begin = into.tell()
         for piece in pieces(name):
             raw = bytes_of(piece)
@@ -114,9 +114,9 @@ class Reader:
 
     def read(self) -> Iterator[tuple[str, int, Tensor]]:
         """Every tensor in pieces: its name, the piece's first row, and some rows of it; the digest is compared last."""
-        digest = TensorHash(self.metadata)
+        digest = tensor_hash(self.metadata)
         for name, kind in self.kinds.items():
-            digest.begin(name, kind.dtype, kind.shape)
+            digest.update(opening(name, *kind))
             rows = kind.shape[0] if kind.shape else 1
             width = kind.nbytes // rows if rows else 0
             limits.check("memory", width, self.path)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import DataError
-from unskew.files.checksums import TensorHash, bytes_of
+from unskew.files.checksums import bytes_of, opening, tensor_hash
 from unskew.files.untrusted import Content, Source, open_regular, parse_json, read_bytes, reading
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ def load_sealed(path: Source) -> tuple[Tree, dict[str, str]]:
 
 def seal(tree: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """SHA-256 over the metadata and the tensors' names, types, shapes and bytes."""
-    hashed = TensorHash(metadata)
+    hashed = tensor_hash(metadata)
     for name, value in sorted(tree.items()):
-        hashed.begin(name, value.dtype, value.shape)
+        hashed.update(opening(name, value.dtype, value.shape))
         hashed.update(bytes_of(value))
     return hashed.hexdigest()
 

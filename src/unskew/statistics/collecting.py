@@ -20,7 +20,6 @@ from unskew.models.running import Runner, in_type_of
 from unskew.models.transforms import Transform
 from unskew.statistics.moments import ROWS, FeatureStats
 from unskew.statistics.origin import Origin
-from unskew.tree import Tree
 
 BYTES = 8 * 2**20  # of features that wait to be added together, at most: fewer, larger products
 ON_GPU = 16  # times as many on a GPU, where each product is a call of its own
@@ -70,7 +69,7 @@ def collect(
 
     with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as aside:
         run = Runner(model.features)
-        digest = aside.submit(seal, _feature_weights(model), {})  # while features are computed
+        digest = aside.submit(weights_digest, model)  # while features are computed
         for x, y, held in holding_out(batches, held_out):
             x = in_type_of(model.features, x)
             z = run(x, len(y))
@@ -92,15 +91,13 @@ def collect(
     return replace(total, origin=origin)
 
 
-def holding_out(
-    batches: Iterable[tuple[Any, Tensor]], share: float, seed: int = 0
-) -> Iterator[tuple[Any, Tensor, Tensor]]:
+def holding_out(batches: Iterable[tuple[Any, Tensor]], share: float) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """The batches, and which of their examples are held out: by lot, the same ones whenever the data come in the same
     order.
     """
     if not 0 <= share < 1:
         raise UsageError(f"held_out is {share}: it must be at least 0 and below 1")
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     for x, y in map(_checked, batches):
         held = torch.rand(len(y), generator=draw) < share if share else torch.zeros(len(y), dtype=torch.bool)
         yield x, y, held
@@ -126,7 +123,7 @@ def _kind(value: object) -> str:
 
 def weights_digest(model: Split) -> str:
     """A digest of the weights that make the features: equal for equal weights, whatever the classifier."""
-    return seal(_feature_weights(model), {})
+    return _digest(model.features.state_dict())
 
 
 def digests_before(module: nn.Module, layer: str | None) -> set[str]:
@@ -144,14 +141,9 @@ def digests_before(module: nn.Module, layer: str | None) -> set[str]:
     taken = [name for name, part in parts.items() if any(part is parts[one] for one in named)]  # it may have two names
     starts = tuple(f"{name}." if name else "" for name in taken)
     rest = {f"module.{name}": value for name, value in module.state_dict().items() if not name.startswith(starts)}
-    return found | {seal(_counted(rest), {})}
+    return found | {_digest(rest)}
 
 
-def _counted(weights: Mapping[str, Tensor]) -> Tree:
-    """The weights that make features, on the CPU: not how many batches were seen."""
-    return {name: value.cpu() for name, value in weights.items() if not name.endswith("num_batches_tracked")}
-
-
-def _feature_weights(model: Split) -> Tree:
-    """The weights that make the features, on the CPU."""
-    return _counted(model.features.state_dict())
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    """Of the weights that make features: not of how many batches were seen."""
+    return seal({name: value for name, value in weights.items() if not name.endswith("num_batches_tracked")}, {})

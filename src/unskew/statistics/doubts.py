@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError
+from unskew.statistics.file import check
 from unskew.statistics.moments import FeatureStats
 from unskew.statistics.robust import trimmed_mean
 from unskew.statistics.scrutiny import IMPOSSIBLE, REFUSE, WARN, Doubt, Summary, summary_of
@@ -118,8 +119,6 @@ def check_sum(total: FeatureStats, removed: bool, step: float = 0.0) -> None:
     """
     name = "the sum of the files" + (" less those of --without" if removed else "")
     if removed:  # which alone can leave what is not semidefinite; adding can't
-        from unskew.statistics.file import check
-
         check(total, name)
     summary = summary_of(total, name, max(step * total.dimension, ROUNDED))  # what squares may have been raised by
     check_plausible([doubt for doubt in summary.doubts if doubt.severity == IMPOSSIBLE and doubt.what != "rank"], ())
@@ -205,6 +204,19 @@ def _central(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return trimmed_mean(values, weight, CENTRAL), worth
 
 
+def _of_others(values: Tensor, counts: Tensor, able: list[int]) -> list[Tensor | None]:
+    """The trimmed mean of the others of each site, among those that are able to tell; None where nobody is. Of many it
+    is that of all, as in `_references`.
+    """
+
+    def central(some: list[int]) -> Tensor | None:
+        return _central(values[some], counts[some])[0] if some else None
+
+    if len(able) > ENOUGH:
+        return [central(able)] * len(counts)
+    return [central([k for k in able if k != number]) for number in range(len(counts))]
+
+
 def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
     """The variance of each feature within classes, (d,), as the others of each site have it. Where no scatter is known,
     from how far the sites' means lie apart, the same for all features.
@@ -212,20 +224,10 @@ def variances(sites: Sequence[Summary], counts: Tensor) -> list[Tensor]:
     free = torch.tensor([site.free for site in sites], dtype=torch.float64)
     able = [k for k, site in enumerate(sites) if site.squares is not None and free[k] > 0]
     dimension = sites[0].mean.shape[1]
-
-    def variance(of: Sequence[int]) -> Tensor:
-        squares = [sites[k].squares for k in of]
-        rows = [row / free[k] for k, row in zip(of, squares, strict=True) if row is not None]
-        return _central(torch.stack(rows), free[list(of)])[0]
-
-    if len(able) > ENOUGH:
-        return [variance(able)] * len(sites)
-    if len(able) > 1 or (able and len(sites) > 1):
-        found = []
-        for number in range(len(sites)):
-            rest = [k for k in able if k != number]
-            found.append(variance(rest) if rest else torch.zeros(dimension, dtype=torch.float64))
-        return found
+    nothing = torch.zeros(dimension, dtype=torch.float64)
+    if able:
+        squares = torch.stack([nothing if site.squares is None else site.squares for site in sites])
+        return [nothing if found is None else found for found in _of_others(squares / free[:, None], free, able)]
     several = ((counts > 0).sum(0) > 1).nonzero().flatten()
     spreads = []
     for labels in several.split(max(1, BLOCK // (len(sites) * dimension))):
@@ -246,11 +248,7 @@ def _concentrations(sites: Sequence[Summary]) -> list[float | None]:
     free = torch.tensor([site.free for site in sites], dtype=torch.float64)
     told = torch.tensor([site.concentration or 0.0 for site in sites], dtype=torch.float64)
     freed = ((told - 1 / free.clamp(min=1)) / (1 + 1 / free.clamp(min=1))).clamp(min=1 / sites[0].mean.shape[1])
-    found: list[float | None] = []
-    for number in range(len(sites)):
-        rest = able if len(able) > ENOUGH else [k for k in able if k != number]
-        found.append(float(_central(freed[rest], free[rest])[0]) if rest else None)
-    return found
+    return [None if found is None else float(found) for found in _of_others(freed, free, able)]
 
 
 def _class_traces(sites: Sequence[Summary], counts: Tensor) -> Tensor | None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -103,50 +104,38 @@ def _write(stats: FeatureStats, into: Path | BinaryIO, precision: str, key: Key 
         encoded |= _encoded(stats.held_out, precision, HELD)
 
     def pieces(name: str) -> Iterator[Tensor]:
-        for piece in encoded[name]():
+        for piece in encoded[name]:
             if not torch.isfinite(piece).all():
                 raise DataError(f"{path}: values are too large for precision {precision!r}: use float64")
             yield piece.to(kinds[name].dtype)
 
-    def sign(digest: str) -> str:
-        assert key is not None
-        return signature_of(key, "sum" if summed else "statistics", stats.origin.nonce, digest)
-
-    metadata = metadata_of(stats, precision, None if key is None else key.name, summed)
-    write(into, kinds, pieces, metadata, None if key is None else sign)
+    signer, sign = None, None
+    if key is not None:
+        signer, sign = key.name, partial(signature_of, key, "sum" if summed else "statistics", stats.origin.nonce)
+    write(into, kinds, pieces, metadata_of(stats, precision, signer, summed), sign)
 
 
-Pieces = Callable[[], Iterator[Tensor]]
-
-
-def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Pieces]:
-    """How to make the pieces of each tensor of a payload; of scatters one class after the other."""
+def _encoded(stats: FeatureStats, precision: str, start: str) -> dict[str, Iterable[Tensor]]:
+    """The pieces of each tensor of a payload, made when they are asked for; of scatters one class after the other."""
     rounding = rounding_of(stats.form, precision)
-    centre = stats.count @ stats.mean / stats.count.sum().clamp(min=1)
-    cubes = stats.mean.new_zeros(stats.classes) if stats.cubes is None else stats.cubes
+    centre, mean = stats.count @ stats.mean / stats.count.sum().clamp(min=1), stats.mean
+    if precision != "float64":
+        mean = torch.where(stats.count[:, None] > 0, mean - centre, 0.0).float()
+    rows = [scatter for _, _, scatter, _ in stats.scatters()]
 
-    def scatters() -> Iterator[Tensor]:
-        yield from stats.scatter if stats.form == "class" else [stats.scatter]
+    def divided(scatter: Tensor) -> Tensor:
+        wide = _spread(scatter, stats.dimension)
+        return (32767 * scatter / pack(torch.outer(wide, wide)).clamp(min=1e-300)).clamp(-32767, 32767).round()
 
-    def divided() -> Iterator[Tensor]:
-        for scatter in scatters():
-            wide = _spread(scatter, stats.dimension)
-            yield (32767 * scatter / pack(torch.outer(wide, wide)).clamp(min=1e-300)).clamp(-32767, 32767).round()
-
-    made: dict[str, Pieces] = {
-        "count": lambda: iter([stats.count]),
-        "centre": lambda: iter([centre]),
-        "cubes": lambda: iter([cubes]),
-        "mean": lambda: iter([stats.mean if precision == "float64" else _offsets(stats.count, stats.mean, centre)]),
-        "scatter": divided if rounding == "int16" else lambda: (row.to(PRECISIONS[rounding]) for row in scatters()),
-        "spread": lambda: (_spread(scatter, stats.dimension).float() for scatter in scatters()),
+    made: dict[str, Iterable[Tensor]] = {
+        "count": [stats.count],
+        "centre": [centre],
+        "cubes": [] if stats.cubes is None else [stats.cubes],
+        "mean": [mean],
+        "scatter": (divided(row) if rounding == "int16" else row.to(PRECISIONS[rounding]) for row in rows),
+        "spread": (_spread(row, stats.dimension).float() for row in rows),
     }
     return {start + name: pieces for name, pieces in made.items()}
-
-
-def _offsets(count: Tensor, mean: Tensor, centre: Tensor) -> Tensor:
-    """Class means from the mean of all examples, in float32; zero for classes without examples."""
-    return torch.where(count[:, None] > 0, mean - centre, 0.0).float()
 
 
 def _spread(scatter: Tensor, dimension: int) -> Tensor:
@@ -184,9 +173,7 @@ def total_of(
     """
     whole, taken = [Path(path) for path in sums], [Path(path) for path in without]
     inside = {part.digest for path in whole for part in read_header(path).parts} if taken else set()
-    early = [
-        path for path in taken if inside and read_header(path).digest in inside
-    ]  # lest a site's new file meets its old
+    early = [path for path in taken if inside and read_header(path).digest in inside]  # lest a new file meets its old
     order: list[tuple[Source, int, bool | None]] = [
              *((path, 1, True) for path in whole), *((path, -1, False) for path in early),
              *((Path(path), 1, False) for path in paths),
@@ -216,7 +203,8 @@ def _total(
             try:
                 if total is None:
                     start = path
-                    _check_memory(path, sort)
+                    kinds = kinds_of(*sort[:3], "float64", sort.held_out)  # a file can be smaller than its sum
+                    limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
                     total = replace(FeatureStats.zero(*sort), origin=header.origin, right=0)
                 total = total.beside(sort, header.origin)
             except UnskewError as error:
@@ -233,12 +221,6 @@ def _total(
     if total is None:
         raise UsageError("there are no statistics to add: give the files of at least one site")
     return replace(total, parts=tuple(part for part, _ in held))
-
-
-def _check_memory(path: Source, sort: Sort) -> None:
-    """Refuse statistics whose sum does not fit into memory; a file can be smaller, in a lower precision."""
-    kinds = kinds_of(sort.classes, sort.dimension, sort.form, "float64", sort.held_out)
-    limits.check("memory", sum(kind.nbytes for kind in kinds.values()), path)
 
 
 def check_role(path: object, header: Header, summed: bool | None) -> None:
@@ -290,89 +272,76 @@ def _pour(
     """Add the contents of a file to a sum in place, checking them on the way; whoever is refused spoils the sum. Gives
     the parts that the file brings, itself if it is a site's own.
     """
-    arrived: dict[str, Tensor] = {}
     step = STEP[rounding_of(header.form, header.precision)]
     scrutiny = Scrutiny(str(file.path), header.form, header.transform, header.dimension, step) if examine else None
-    poured = [_Part(str(file.path), header, total, header.form, "", sign, scrutiny)]
+    poured = [_Part(str(file.path), header, total, sign, scrutiny)]
     if total.held_out is not None:
-        poured.append(_Part(str(file.path), header, total.held_out, "pooled", HELD, sign, scrutiny))
+        poured.append(_Part(str(file.path), header, total.held_out, sign, scrutiny, HELD))
     for name, start, piece in file.read():
         low, high = map(float, piece.aminmax()) if piece.numel() else (0.0, 0.0)  # in place of copies
         if not (low > -HIGHEST and high < HIGHEST):  # so for NaN too
             raise DataError(f"{file.path}: {name} holds NaN or infinite values, or some above {HIGHEST:g}")
-        part = poured[name.startswith(HELD)]
-        if name == "scatter" and header.form == "class":
-            for label, row in enumerate(piece, start):
-                part.join(arrived, row, label)
-            continue
-        arrived[name] = torch.cat([arrived[name], piece]) if name in arrived else piece
-        if len(arrived[name]) == file.kinds[name].shape[0] and name.removeprefix(HELD) == "scatter":
-            part.join(arrived, arrived.pop(name))
-    for part in poured:
-        part.meet(arrived)  # where there was no scatter
-    for key, told in (("count", header.examples), (f"{HELD}count", header.held_out)):
-        if told is None:
-            continue
-        found = float(arrived[key].sum())
+        poured[name.startswith(HELD)].take(name.removeprefix(HELD), start, piece, file.kinds[name].shape[0])
+    for part, told in zip(poured, (header.examples, header.held_out), strict=False):
+        part.meet()  # where there was no scatter
+        found = float(part.arrived["count"].sum())
         if found > 2**53:
-            raise DataError(f"{file.path}: {key} is {found:g}: can't be meant")
+            raise DataError(f"{file.path}: {part.prefix}count is {found:g}: can't be meant")
         if int(found) != told:
-            raise DataError(f"{file.path}: examples is {told}, but {key} adds up to {int(found)}")
-    if header.held_out is not None and (arrived[f"{HELD}count"] > arrived["count"]).any():
+            raise DataError(f"{file.path}: examples is {told}, but {part.prefix}count adds up to {int(found)}")
+    whole, *held = (part.arrived["count"] for part in poured)
+    if held and (held[0] > whole).any():
         raise DataError(f"{file.path}: more examples are held out than there are")
     if header.right is not None and header.right > header.examples:
         raise DataError(f"{file.path}: right is {header.right}, but there are {header.examples} examples")
     if scrutiny is not None and examine is not None:
-        count, mean, *held = (value for part in poured for value in (arrived[f"{part.prefix}count"], part.means))
-        examine(scrutiny.summary(count, mean, header.origin, (held[0], held[1]) if held else None, header.right))
+        examine(scrutiny.summary(header.origin, header.right))
     if header.parts:
         return header.parts
-    return (part_of(header.digest, header.site, arrived["count"], header.held_out, poured[0].means),)
+    return (part_of(header.digest, header.site, whole, header.held_out, poured[0].means),)
 
 
 class _Part:
     """A part of a file, all its examples or those that are held out, on its way into a sum."""
 
     def __init__(
-        self,
-        where: str,
-        header: Header,
-        into: FeatureStats,
-        form: str,
-        prefix: str,
-        sign: int,
-        scrutiny: Scrutiny | None,
+        self, where: str, header: Header, into: FeatureStats, sign: int, scrutiny: Scrutiny | None, prefix: str = ""
     ) -> None:
-        self.where, self.header, self.into, self.form, self.prefix, self.sign = where, header, into, form, prefix, sign
-        self.scrutiny = scrutiny
+        self.where, self.header, self.into, self.sign, self.prefix = where, header, into, sign, prefix
+        self.scrutiny, self.form = scrutiny, "pooled" if prefix == HELD else header.form
+        self.arrived: dict[str, Tensor] = {}
         self.joint: Joint | None = None
         self.means = into.mean  # of this part, once they have arrived
 
-    def meet(self, arrived: Mapping[str, Tensor]) -> Joint:
+    def take(self, name: str, start: int, piece: Tensor, rows: int) -> None:
+        """Take some rows of a tensor; a scatter is joined as soon as it is there, of the class form class by class."""
+        if name == "scatter" and self.form == "class":
+            for label, row in enumerate(piece, start):
+                self.join(row, label)
+            return
+        self.arrived[name] = torch.cat([self.arrived[name], piece]) if name in self.arrived else piece
+        if name == "scatter" and len(self.arrived[name]) == rows:
+            self.join(self.arrived.pop(name))
+
+    def meet(self) -> Joint:
         """Join the counts and the means, once they have arrived."""
         if self.joint is None:
-            count = arrived[f"{self.prefix}count"]
-            _check_counts(f"{self.where}: {self.prefix}", count, arrived[f"{self.prefix}mean"])
-            self.means = self._mean_of(arrived)
+            count, mean = (self.arrived[name].double() for name in ("count", "mean"))
+            centre = self.arrived.get("centre")
+            _check_counts(f"{self.where}: {self.prefix}", count, mean)
+            self.means = mean if centre is None else torch.where(count[:, None] > 0, mean + centre, 0.0)
             if self.scrutiny is not None:
-                self.scrutiny.begin(count, self.means)
+                self.scrutiny.begin(count, self.means, self.prefix == HELD)
             try:
                 self.joint = self.into._meet(count, self.means, self.sign)
             except DataError as error:
                 raise DataError(f"{self.where}: {error}") from None
         return self.joint
 
-    def _mean_of(self, arrived: Mapping[str, Tensor]) -> Tensor:
-        """The class means, whatever they were taken from."""
-        count, mean = arrived[f"{self.prefix}count"], arrived[f"{self.prefix}mean"].double()
-        centre = arrived.get(f"{self.prefix}centre")
-        return mean if centre is None else torch.where(count[:, None] > 0, mean + centre, 0.0)
-
-    def join(self, arrived: Mapping[str, Tensor], scatter: Tensor, label: int | None = None) -> None:
+    def join(self, scatter: Tensor, label: int | None = None) -> None:
         """Join a scatter, of one class if one is given."""
-        joint, place = self.meet(arrived), slice(None) if label is None else label
-        count, cubes, wide = (arrived.get(f"{self.prefix}{name}") for name in ("count", "cubes", "spread"))
-        assert count is not None
+        joint, place = self.meet(), slice(None) if label is None else label
+        count, cubes, wide = self.arrived["count"], self.arrived.get("cubes"), self.arrived.get("spread")
         if self.into.form == "none" and self.scrutiny is None:
             return
         scatter = scatter.double()
@@ -380,13 +349,12 @@ class _Part:
             wide = (wide if label is None else wide[label]).double()
             scatter = scatter * pack(torch.outer(wide, wide)) / 32767
         where = f"{self.where}: {self.prefix}" if label is None else f"{self.where}: class {label}"
-        raised = _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.header)
+        raised = _check_scatter(where, scatter, count[place], self.into.dimension, self.form, self.header.precision)
         cubes = None if cubes is None else cubes[place]
         if self.scrutiny is not None and self.prefix == HELD:
-            self.scrutiny.see_held_out(count, self.means, scatter)
+            self.scrutiny.see_held_out(scatter)
         elif self.scrutiny is not None:
-            held = self.into.held_out is not None
-            self.scrutiny.see(count[place], self.means[place], scatter, cubes, label, keep=held)
+            self.scrutiny.see(scatter, cubes, label)
         if raised is not None and self.into.form in ("class", "pooled"):  # else a lie of that size adds up
             scatter = scatter.index_add(0, diagonal(self.into.dimension), raised)
         self.into._join_scatter(joint, self.form, scatter, cubes, self.sign, label)
@@ -402,11 +370,9 @@ def check(stats: FeatureStats, where: str) -> None:
         if not all(torch.isfinite(row).all() for row in rows):
             raise DataError(f"{where}: {name} holds NaN or infinite values")
     _check_counts(f"{where}: ", stats.count, stats.mean)
-    if stats.form == "class":
-        for label, (scatter, count) in enumerate(zip(stats.scatter, stats.count, strict=True)):
-            _check_scatter(f"{where}: class {label}", scatter, count, stats.dimension, stats.form, stats)
-    else:
-        _check_scatter(f"{where}: ", stats.scatter, stats.count, stats.dimension, stats.form, stats)
+    for label, count, scatter, _ in stats.scatters():
+        place = f"{where}: " if label is None else f"{where}: class {label}"
+        _check_scatter(place, scatter, count, stats.dimension, stats.form)
     if stats.held_out is not None:
         check(stats.held_out, f"{where}: held_out")
 
@@ -423,7 +389,7 @@ def _check_counts(where: str, count: Tensor, mean: Tensor) -> None:
 
 
 def _check_scatter(
-    where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, about: FeatureStats | Header
+    where: str, scatter: Tensor, count: Tensor, dimension: int, form: str, precision: str = "float64"
 ) -> Tensor | None:
     """Refuse a scatter that no data can have: it must be positive semidefinite, up to rounding. Of the class form, for
     one class. Gives what its squares must be raised by to be semidefinite again, (d,); None: nothing.
@@ -434,7 +400,6 @@ def _check_scatter(
         raise DataError(f"{where} scatter is not zero{label}, of which count is 0")
     if form == "none":
         return None
-    precision = about.precision if isinstance(about, Header) else "float64"
     squares = squares_of(scatter, form, dimension)
     if (squares < 0).any():
         raise DataError(f"{where} scatter holds negative squares: no features have such moments")

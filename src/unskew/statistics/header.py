@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -37,46 +37,43 @@ PRECISIONS = {
 HELD = "held_out."
 
 
-def _whole(value: Any) -> bool:
-    return type(value) is int and value > 0
+Fits = Callable[[Any], bool]
 
 
-def _text(value: Any) -> bool:
-    return value is None or type(value) is str
+def _is(kind: type, fits: Fits = lambda value: True) -> Fits:
+    return lambda value: type(value) is kind and fits(value)
 
 
-def _nonce(value: Any) -> bool:
-    return value is None or is_nonce(value)
+def _or_null(fits: Fits) -> Fits:
+    return lambda value: value is None or fits(value)
 
 
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {  # what the header holds, and what each may be
-    "version": (lambda v: type(v) is int and v == VERSION, f"this Unskew reads version {VERSION}"),
-    "classes": (_whole, "it must be a whole number above 0"),
-    "dimension": (_whole, "it must be a whole number above 0"),
-    "form": (lambda v: type(v) is str and v in FORMS, f"allowed are {', '.join(FORMS)}"),
-    "transform": (lambda v: type(v) is str, "it must be a text"),
-    "precision": (lambda v: type(v) is str and v in PRECISIONS, f"allowed are {', '.join(PRECISIONS)}"),
-    "examples": (lambda v: type(v) is int and v >= 0, "it must be a whole number"),
-    "layer": (_text, "it must be a text or null"),
-    "inputs": (
-        lambda v: v is None or (type(v) is str and bool(parsed(v))),
-        "it must be like float32[3,32,32] or null",
-    ),
-    "weights": (_text, "it must be a text or null"),
-    "labels": (
-        lambda v: v is None or (type(v) is list and all(type(name) is str for name in v)),
-        "it must be a list of names or null",
-    ),
-    "preparation": (_text, "it must be a text or null"),
-    "held_out": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
-    "nonce": (_nonce, "it must be the nonce of a task, 32 digits, or null"),
-    "site": (lambda v: v is None or is_name(v), "it must be the name of who signed the file, or null"),
+def _counts(least: int) -> Fits:
+    return _is(int, lambda value: value >= least)
+
+
+FIELDS: dict[str, tuple[Fits, str]] = {  # what the header holds, and what each may be
+    "version": (_is(int, lambda v: v == VERSION), f"this Unskew reads version {VERSION}"),
+    "classes": (_counts(1), "it must be a whole number above 0"),
+    "dimension": (_counts(1), "it must be a whole number above 0"),
+    "form": (_is(str, lambda v: v in FORMS), f"allowed are {', '.join(FORMS)}"),
+    "transform": (_is(str), "it must be a text"),
+    "precision": (_is(str, lambda v: v in PRECISIONS), f"allowed are {', '.join(PRECISIONS)}"),
+    "examples": (_counts(0), "it must be a whole number"),
+    "layer": (_or_null(_is(str)), "it must be a text or null"),
+    "inputs": (_or_null(_is(str, lambda v: bool(parsed(v)))), "it must be like float32[3,32,32] or null"),
+    "weights": (_or_null(_is(str)), "it must be a text or null"),
+    "labels": (_or_null(_is(list, lambda v: all(map(_is(str), v)))), "it must be a list of names or null"),
+    "preparation": (_or_null(_is(str)), "it must be a text or null"),
+    "held_out": (_or_null(_counts(0)), "it must be a whole number or null"),
+    "nonce": (_or_null(is_nonce), "it must be the nonce of a task, 32 digits, or null"),
+    "site": (_or_null(is_name), "it must be the name of who signed the file, or null"),
     "parts": (
-        lambda v: v is None or (type(v) is list and bool(v) and all(map(is_part, v))),
+        _or_null(_is(list, lambda v: bool(v) and all(map(is_part, v)))),
         "it must describe the parts of a sum, or be null in a site's file",
     ),
-    "right": (lambda v: v is None or (type(v) is int and v >= 0), "it must be a whole number or null"),
-    "producer": (_text, "it must be a text"),
+    "right": (_or_null(_counts(0)), "it must be a whole number or null"),
+    "producer": (_or_null(_is(str)), "it must be a text"),
 }
 
 
@@ -108,10 +105,7 @@ def metadata_of(stats: FeatureStats, precision: str, signer: str | None = None, 
     """The header of a file of these statistics: of a site's own or, with their parts, of a sum."""
     header: dict[str, Any] = {
         "version": VERSION,
-        "classes": stats.classes,
-        "dimension": stats.dimension,
-        "form": stats.form,
-        "transform": stats.transform,
+        **stats.sort._asdict(),
         "precision": precision,
         "examples": int(stats.count.sum()),
         **asdict(stats.origin),
@@ -189,22 +183,16 @@ def header_in(file: Reader) -> Header:
     if labels is not None and len(labels) != classes:
         raise DataError(f"{path}: labels has {len(labels)} names for {classes} classes")
     if (header["site"] is None) != (file.signature is None):
-        raise DataError(
-            f"{path}: site is {header['site']!r}, but a signature is {_there(file.signature)}: both or none"
-        )
+        there = "missing" if file.signature is None else "there"
+        raise DataError(f"{path}: site is {header['site']!r}, but a signature is {there}: both or none")
     if file.signature is not None and not is_signature(file.signature):
         raise DataError(f"{path}: signature is damaged: ask for the file again")
-    origin = Origin(header["layer"], header["inputs"], header["weights"], None if labels is None else tuple(labels),
-                    header["preparation"], header["nonce"])  # fmt: skip
+    header["labels"] = None if labels is None else tuple(labels)
+    origin = Origin(**{entry.name: header[entry.name] for entry in fields(Origin)})
     parts = tuple(Part(**{**part, "marks": tuple(part["marks"])}) for part in header["parts"] or ())
     for name in ("examples", "held_out") if parts else ():
         told = [getattr(part, name) for part in parts]
         if (None if None in told else sum(told)) != header[name]:
             raise DataError(f"{path}: {name} is {header[name]}, but its parts have {str(told)[:80]}")
-    return Header(classes, dimension, form, header["transform"], precision, header["examples"], header["held_out"],
-                origin, header["producer"], file.digest, header["right"], parts, header["site"],
-                file.signature)  # fmt: skip
-
-
-def _there(value: object) -> str:
-    return "missing" if value is None else "there"
+    header |= {"origin": origin, "parts": parts, "digest": file.digest, "signature": file.signature}
+    return Header(**{name: header[name] for name in Header._fields})

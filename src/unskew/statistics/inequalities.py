@@ -16,12 +16,14 @@ float64 loses by it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unskew.statistics.bounds import Bounds
+from unskew.statistics.merging import squares_of
 from unskew.statistics.packing import pack, unpack
 
 EXACT = 1e-9  # of a scatter: what sums in float64 are rounded by, generously
@@ -37,6 +39,7 @@ class Breach(NamedTuple):
     what: str
     value: float
     expected: str
+    label: int | None = None  # the class, where it is one's
     sure: bool = True  # whether no data at all are like that
 
 
@@ -51,13 +54,11 @@ def rank_breach(scatter: Tensor, size: float, most: int, dimension: int, step: f
     A product with a few more random vectors spans what a matrix of that rank spans. What is beyond is told as a share
     of the trace: cheap where examples are few, and hardly moved by rounding.
     """
-    from unskew.statistics.merging import squares_of
-
     trace = float(squares_of(scatter, "pooled", dimension).sum())
     if most >= dimension or trace <= NOTHING * size or trace == 0:
         return None
     if most <= 0:
-        return Breach("the scatter of examples that can't differ from their mean", trace, "0")
+        return _zero_breach(trace)
     matrix, some = unpack(scatter, dimension), min(most + OVER, dimension)
     lines = torch.randn(dimension, some, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(matrix)
     basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix @ lines).Q).Q
@@ -71,23 +72,28 @@ def rank_breach(scatter: Tensor, size: float, most: int, dimension: int, step: f
     )
 
 
-def zero_breach(squares: Tensor, size: float) -> Breach | None:
-    """Squared deviations of a single example, or of none."""
-    trace = float(squares.sum())
-    if trace <= NOTHING * size:
-        return None
-    return Breach("the scatter of examples that can't differ from their mean", trace, "0")
+def zero_breaches(count: Tensor, mean: Tensor, squares: Tensor) -> Iterator[Breach]:
+    """Squared deviations (C, d) of classes that have a single example, or none."""
+    traces = squares.sum(1)
+    for label in ((count <= 1) & (traces > NOTHING * count * (mean**2).sum(1))).nonzero().flatten().tolist():
+        yield _zero_breach(float(traces[label]), label)
 
 
-def skewness_breach(count: float, squares: Tensor, cubes: float, size: float, step: float) -> Breach | None:
-    """Cubed deviations, summed over features, that are too large for the squared ones (d,)."""
-    spread = float((count * (squares.clamp(min=0) / max(count, 1)) ** 1.5).sum())
-    most = spread * (count - 2) / math.sqrt(count - 1) if count > 2 else 0.0
-    blur = BLURRED * math.sqrt(size / max(float(squares.sum()), 1e-300)) if spread else 0.0
-    slack = (max(most, spread)) * (1e-6 + 4 * step + blur)
-    if abs(cubes) <= most + slack + (NOTHING * size) ** 1.5:
-        return None
-    return Breach("the sum of cubed deviations", cubes, f"between {-most:.3g} and {most:.3g}")
+def _zero_breach(trace: float, label: int | None = None) -> Breach:
+    return Breach("the scatter of examples that can't differ from their mean", trace, "0", label)
+
+
+def skewness_breaches(count: Tensor, mean: Tensor, squares: Tensor, cubes: Tensor, step: float) -> Iterator[Breach]:
+    """Cubed deviations (C,), summed over features, that are too large for the squared ones (C, d)."""
+    size = count * (mean**2).sum(1)
+    spread = (count[:, None] * (squares.clamp(min=0) / count.clamp(min=1)[:, None]) ** 1.5).sum(1)
+    most = spread * ((count - 2) / (count - 1).clamp(min=1).sqrt()).clamp(min=0)
+    blur = torch.where(spread > 0, BLURRED * (size / squares.sum(1).clamp(min=1e-300)).sqrt(), 0.0)
+    slack = torch.maximum(most, spread) * (1e-6 + 4 * step + blur) + (NOTHING * size) ** 1.5
+    for label in (cubes.abs() > most + slack).nonzero().flatten().tolist():
+        allowed = float(most[label])
+        told = f"between {-allowed:.3g} and {allowed:.3g}"
+        yield Breach("the sum of cubed deviations", float(cubes[label]), told, label)
 
 
 def error_of(count: Tensor, mean: Tensor, step: float) -> Tensor:
@@ -101,9 +107,9 @@ def error_of(count: Tensor, mean: Tensor, step: float) -> Tensor:
 
 def bounds_breach(
     count: Tensor, mean: Tensor, squares: Tensor | None, bounds: Bounds, step: float, error: Tensor
-) -> tuple[int | None, Breach] | None:
+) -> Breach | None:
     """Counts (C,), means (C, d) and squared deviations, (C, d), of all together (d,), or None, that features within
-    the bounds can't have: which class, where that is known, and how. Means are known up to their `error` (d,).
+    the bounds can't have. Means are known up to their `error` (d,).
     """
     there = count > 0
     if not there.any():
@@ -111,21 +117,19 @@ def bounds_breach(
     label = there.nonzero().flatten()
     n, mean = count[there, None], mean[there]
     slip = error + 1e-12 * torch.where(bounds.high.isfinite(), bounds.high, 0.0)
-    for name, beyond in (("below", bounds.low - mean - slip), ("above", mean - bounds.high - slip)):
-        if (beyond > 0).any():
-            row, column = divmod(int(beyond.argmax()), mean.shape[1])
-            edge = float((bounds.low if name == "below" else bounds.high)[column])
-            return int(label[row]), Breach(
-                f"the mean of feature {column}", float(mean[row, column]), f"not {name} {edge:.4g} under this transform"
-            )
+    for name, edge, beyond in (
+        ("below", bounds.low, bounds.low - mean - slip), ("above", bounds.high, mean - bounds.high - slip),
+    ):  # fmt: skip
+        if place := _worst(beyond):
+            what, expected = f"the mean of feature {place[1]}", f"not {name} {float(edge[place[1]]):.4g}"
+            return Breach(what, float(mean[place]), f"{expected} under this transform", int(label[place[0]]))
     if squares is None:
         over = (mean**2).sum(1) - bounds.length**2 * (1 + 1e-6)
-        if (over > 0).any():
-            row = int(over.argmax())
-            return int(label[row]), Breach(
-                "the length of the mean", float(mean[row].norm()), f"at most {bounds.length:.4g}"
-            )
-        return None
+        if not (over > 0).any():
+            return None
+        row = int(over.argmax())
+        told = f"at most {bounds.length:.4g}"
+        return Breach("the length of the mean", float(mean[row].norm()), told, int(label[row]))
     whole = squares.ndim == 1
     squares = squares[None] if whole else squares[there]
     names = [None] if whole else label.tolist()
@@ -137,72 +141,62 @@ def bounds_breach(
     if whole:
         room, size = room.sum(0, keepdim=True), size.sum(0, keepdim=True)
     over = squares - room - (1e-6 + 4 * step) * (squares + size)
-    if (over > 0).any():
-        row, column = divmod(int(over.argmax()), mean.shape[1])
-        return names[row], Breach(
-            f"the squared deviations of feature {column}", float(squares[row, column]),
-            f"at most {float(room[row, column]):.4g} under this transform",
-        )  # fmt: skip
-    return _lengths_breach(n, squares, size, names, bounds, step) or _squared_breach(
-        n, mean, squares, size, names, bounds, step, error
-    )
+    if place := _worst(over):
+        expected = f"at most {float(room[place]):.4g} under this transform"
+        return Breach(f"the squared deviations of feature {place[1]}", float(squares[place]), expected, names[place[0]])
+    found = _lengths_breach(n, squares, size, names, bounds, step) if bounds.length < math.inf else None
+    if found is None and bounds.squared:
+        found = _squared_breach(n, mean, squares, size, names, step, error)
+    return found
+
+
+def _worst(beyond: Tensor) -> tuple[int, int] | None:
+    """The row and the column of the largest of some numbers that ought not to be above 0; None if none is."""
+    return divmod(int(beyond.argmax()), beyond.shape[1]) if (beyond > 0).any() else None
 
 
 def _lengths_breach(
     n: Tensor, squares: Tensor, size: Tensor, names: list[int | None], bounds: Bounds, step: float
-) -> tuple[int | None, Breach] | None:
+) -> Breach | None:
     """Second moments whose trace is not what the features' length allows."""
-    if not bounds.length < math.inf:
-        return None
     number = n[:, 0] if len(squares) == len(n) and names[0] is not None else n.sum()[None]
     share = (squares + size).sum(1) / (number * bounds.length**2)
     row = int(share.argmax())
     if share[row] > 1 + 1e-6 + 4 * step:
-        return names[row], Breach("the mean squared length", float(share[row]) * bounds.length**2,
-                                  f"at most {bounds.length**2:.4g} under this transform")  # fmt: skip
+        most = f"at most {bounds.length**2:.4g} under this transform"
+        return Breach("the mean squared length", float(share[row]) * bounds.length**2, most, names[row])
     row = int(share.argmin())
     if bounds.unit and share[row] < 1 - SHORT - 4 * step and number[row] * (1 - share[row]) > 1.5:
-        return names[row], Breach("the mean squared length", float(share[row]), "1 under this transform", sure=False)
+        return Breach("the mean squared length", float(share[row]), "1 under this transform", names[row], sure=False)
     return None
 
 
 def _squared_breach(
-    n: Tensor,
-    mean: Tensor,
-    squares: Tensor,
-    size: Tensor,
-    names: list[int | None],
-    bounds: Bounds,
-    step: float,
-    error: Tensor,
-) -> tuple[int | None, Breach] | None:
+    n: Tensor, mean: Tensor, squares: Tensor, size: Tensor, names: list[int | None], step: float, error: Tensor
+) -> Breach | None:
     """Features of which the second half is not the first one squared."""
-    if not bounds.squared:
-        return None
     half = mean.shape[1] // 2
     found, expected = (n * mean)[:, half:], (squares + size)[:, :half]
     if names[0] is None:
         found = found.sum(0, keepdim=True)
     slack = 1e-9 * (found.abs() + size[:, :half]) + (1e-9 + 8 * step) * squares[:, :half]
     slack = slack + n.sum() * (error[half:] + 4 * error[:half] * (mean.abs().amax(0)[:half] + error[:half]))
-    off = (found - expected).abs() - slack
-    if not (off > 0).any():
+    place = _worst((found - expected).abs() - slack)
+    if place is None:
         return None
-    row, column = divmod(int(off.argmax()), half)
-    return names[row], Breach(
-        f"the sum of feature {half + column}, the square of feature {column},", float(found[row, column]),
-        f"{float(expected[row, column]):.4g}, by the moments of that feature",
-    )  # fmt: skip
+    what = f"the sum of feature {half + place[1]}, the square of feature {place[1]},"
+    told = f"{float(expected[place]):.4g}, by the moments of that feature"
+    return Breach(what, float(found[place]), told, names[place[0]])
 
 
 def signs_breach(
     count: Tensor, mean: Tensor, scatter: Tensor, bounds: Bounds, step: float, error: Tensor
 ) -> Breach | None:
     """A packed scatter, of one class or of several, whose features can't be negative, but whose products are."""
-    if not bool((bounds.low >= 0).all()):
+    if not (bounds.low >= 0).all():
         return None
     gram = scatter + pack((mean * count[:, None]).T @ mean)
-    root = _diagonal(gram, mean.shape[1]).clamp(min=0).sqrt()
+    root = squares_of(gram, "pooled", mean.shape[1]).clamp(min=0).sqrt()
     off = 4 * float(count.sum().sqrt()) * error
     short = gram + pack(
         (EXACT + 4 * step) * torch.outer(root, root) + torch.outer(root + off, off) + torch.outer(off, root)
@@ -212,21 +206,10 @@ def signs_breach(
     return Breach("the least sum of products of two features", float(gram.min()), "not below 0 under this transform")
 
 
-def _diagonal(packed: Tensor, dimension: int) -> Tensor:
-    from unskew.statistics.packing import diagonal
-
-    return packed[diagonal(dimension).to(packed.device)]
-
-
 def rest_breach(
-    count: Tensor,
-    mean: Tensor,
-    scatter: Tensor | None,
-    held: tuple[Tensor, Tensor, Tensor],
-    full: bool,
-    step: float,
+    count: Tensor, mean: Tensor, scatter: Tensor | None, held: tuple[Tensor, Tensor, Tensor], full: bool, step: float,
     error: Tensor,
-) -> tuple[int | None, Breach] | None:
+) -> Breach | None:  # fmt: skip
     """A held-out part (counts, means, pooled packed scatter) that is no part of the whole: what is left of the examples
     must have moments too. `scatter` is the whole's: packed if `full`, else squared deviations (d,), or not known.
     """
@@ -234,35 +217,29 @@ def rest_breach(
     more = (part > count).nonzero().flatten()
     if len(more):
         label = int(more[0])
-        return label, Breach(
-            "the held-out examples", float(part[label]), f"at most {count[label]:.0f}, as many as there are"
-        )
+        told = f"at most {count[label]:.0f}, as many as there are"
+        return Breach("the held-out examples", float(part[label]), told, label)
     left = count - part
     apart = part_mean - mean
     weight = torch.where(left > 0, part * count / left.clamp(min=1), 0.0)  # of the part about the whole's mean
     dimension = mean.shape[1]
-    squares = None if scatter is None else (_diagonal(scatter, dimension) if full else scatter)
+    squares = None if scatter is None else squares_of(scatter, "pooled" if full else "diagonal", dimension)
     size = (count[:, None] * mean**2).sum(0)
-    whole = torch.where((left == 0) & (part > 0), True, False)
-    tight = 4 * error + 1e-9 * mean.abs()
-    differ = whole[:, None] & (apart.abs() > tight)
-    if differ.any():
-        label, column = divmod(int(differ.int().argmax()), dimension)
-        told = f"the mean of feature {column} where all examples are held out"
-        return label, Breach(
-            told, float(part_mean[label, column]), f"{float(mean[label, column]):.4g}, the mean of all"
-        )
+    whole = (left == 0) & (part > 0)
+    if place := _worst((whole[:, None] & (apart.abs() > 4 * error + 1e-9 * mean.abs())).int()):
+        what, told = f"the mean of feature {place[1]} where all examples are held out", f"{float(mean[place]):.4g}"
+        return Breach(what, float(part_mean[place]), f"{told}, the mean of all", place[0])
     if squares is None:
         return None
     slack = slack_of(dimension, step) * squares + 1e-15 * (squares * size).sqrt() + NOTHING * size
     slack = slack + (weight[:, None] * 8 * error * (apart.abs() + error)).sum(0)
     between = (apart * weight[:, None] * apart).sum(0)
-    rest = squares - _diagonal(part_scatter, dimension) - between
+    rest = squares - squares_of(part_scatter, "pooled", dimension) - between
     if (rest < -slack).any():
         column = int((rest + slack).argmin())
-        return None, Breach(f"the squared deviations of feature {column} in the held-out part",
-                            float(squares[column] - rest[column]),
-                            f"at most {float(squares[column]):.4g}, those of all examples")  # fmt: skip
+        what = f"the squared deviations of feature {column} in the held-out part"
+        told = f"at most {float(squares[column]):.4g}, those of all examples"
+        return Breach(what, float(squares[column] - rest[column]), told)
     if not full or scatter is None:
         return None
     matrix = unpack(scatter - part_scatter, dimension) - (apart * weight[:, None]).T @ apart
@@ -271,7 +248,6 @@ def rest_breach(
     matrix.diagonal().add_(math.sqrt(dimension) * slack * scale**2 + EXACT + 2.2 * dimension * step)
     if torch.linalg.cholesky_ex(matrix).info != 0:
         least = float(torch.linalg.eigvalsh(matrix)[0])
-        return None, Breach(
-            "the scatter of what is not held out", least, "positive semidefinite: held-out examples are a part"
-        )
+        told = "positive semidefinite: held-out examples are a part"
+        return Breach("the scatter of what is not held out", least, told)
     return None

@@ -70,15 +70,16 @@ def outer(joint: Joint, form: str, label: int | None = None) -> Tensor:
     return pack((apart * weight[:, None]).T @ apart)
 
 
-def join_scatter(into: Tensor, form: str, joint: Joint, scatter: Tensor, sign: int, label: int | None = None) -> None:
+def join_scatter(into: Tensor, form: str, joint: Joint, scatter: Tensor, sign: int, label: int | None = None) -> Tensor:
     """Join the scatter of the other group to that of the first, or take it out of their common one, in place. Of the
     class form for one class, `label`. What taking out leaves of a feature is nothing if it is no more than rounding.
+    Gives the squares of the first group, as it is without the other.
     """
     dimension = joint.mean.shape[1]
-    before = squares_of(into, form, dimension).clone() if sign < 0 else None
+    before = squares_of(into, form, dimension).clone()
     into.add_(scatter, alpha=sign).add_(outer(joint, form, label), alpha=sign)
-    if before is None:
-        return
+    if sign > 0:
+        return before
     after = squares_of(into, form, dimension)
     left = joint.count if label is None else joint.count[label]
     by_class = form == "diagonal" and label is None  # a row for each class, else one of all or of this class
@@ -97,6 +98,7 @@ def join_scatter(into: Tensor, form: str, joint: Joint, scatter: Tensor, sign: i
             into.masked_fill_(lost, 0.0)
         else:
             into.copy_(pack(upper(into, dimension).masked_fill_(lost | lost[:, None], 0.0)))
+    return squares_of(into, form, dimension)
 
 
 def squares_of(scatter: Tensor, form: str, dimension: int) -> Tensor:

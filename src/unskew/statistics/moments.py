@@ -17,10 +17,10 @@ moments (`ridge.py`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,8 +77,6 @@ class FeatureStats:
     right: int | None = None  # how many examples the old head classified rightly, where sites chose to tell
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise UsageError(f"form is {self.form!r}: allowed are {', '.join(FORMS)}")
         Transform(self.transform)
         classes, dimension = self.mean.shape if self.mean.ndim == 2 else (-1, -1)
         expected = {"count": (classes,), "scatter": scatter_shape(self.form, classes, dimension), "cubes": (classes,)}
@@ -106,8 +104,6 @@ class FeatureStats:
         device: torch.device | str = "cpu",
     ) -> FeatureStats:  # fmt: skip
         """The statistics of no examples; `dimension` is that of the transformed features."""
-        if form not in FORMS:
-            raise UsageError(f"form is {form!r}: allowed are {', '.join(FORMS)}")
         mean = torch.zeros(classes, dimension, dtype=torch.float64, device=device)
         scatter = mean.new_zeros(scatter_shape(form, classes, dimension))
         held = cls.zero(classes, dimension, "pooled", transform, device=device) if held_out else None
@@ -183,9 +179,7 @@ class FeatureStats:
         squares = squares_of(scatter, form, self.dimension) if self.form in CUBED else scatter
         wanted = squares if self.form == "diagonal" else scatter
         into = self.scatter if label is None or self.form == "pooled" else self.scatter[label]
-        mine = squares_of(into, self.form, self.dimension).clone()  # of what is without the others
-        join_scatter(into, self.form, joint, wanted, sign, label)
-        mine = mine if sign > 0 else squares_of(into, self.form, self.dimension)
+        mine = join_scatter(into, self.form, joint, wanted, sign, label)
         if self.cubes is not None and cubes is not None:
             place = slice(None) if label is None else label
             self.cubes[place] += sign * (cubes + cubes_between(joint, mine, squares, place))
@@ -229,12 +223,8 @@ class FeatureStats:
         like = self.beside(other.sort, other.origin)
         parts = self._parts_with(other.parts, sign)
         joint = like._meet(other.count, other.mean, sign)
-        for label in range(self.classes) if self.form == "class" else [None]:  # one matrix beside the sum, not all
-            place = slice(None) if label is None else label
-            scatter = other.scatter if label is None else other.scatter[label]
-            like._join_scatter(
-                joint, other.form, scatter, None if other.cubes is None else other.cubes[place], sign, label
-            )
+        for label, _, scatter, cubes in other.scatters():  # one matrix beside the sum, not all
+            like._join_scatter(joint, other.form, scatter, cubes, sign, label)
         mine, theirs = self.held_out, other.held_out
         held = None if mine is None or theirs is None else mine._joined(theirs, sign)
         right = None if self.right is None or other.right is None else self.right + sign * other.right
@@ -271,22 +261,16 @@ class FeatureStats:
 
     def to(self, device: torch.device | str) -> FeatureStats:
         """The same statistics on another device."""
-        cubes = None if self.cubes is None else self.cubes.to(device)
-        held = None if self.held_out is None else self.held_out.to(device)
-        count, mean, scatter = (part.to(device) for part in self.moments)
-        return replace(self, count=count, mean=mean, scatter=scatter, cubes=cubes, held_out=held)
+        parts = ("count", "mean", "scatter", "cubes", "held_out")
+        moved: dict[str, Any] = {name: part.to(device) for name in parts if (part := getattr(self, name)) is not None}
+        return replace(self, **moved)
 
     # ------------------------------------------------------------------------------------------ reading
 
     def __repr__(self) -> str:
-        about = {
-            name: value for name in ("layer", "weights", "inputs", "preparation")
-            if (value := getattr(self.origin, name)) is not None
-        }  # fmt: skip
-        if "weights" in about:
-            about["weights"] = about["weights"][:8]
-        unknown = [name for name in ("layer", "weights", "inputs", "preparation") if name not in about]
-        told = [f"{name} {value}" for name, value in about.items()]
+        about = {name: getattr(self.origin, name) for name in ("layer", "weights", "inputs", "preparation")}
+        unknown = [name for name, value in about.items() if value is None]
+        told = [f"{name} {about[name][: 8 if name == 'weights' else None]}" for name in about if name not in unknown]
         told += [f"{', '.join(unknown)}: not known"] if unknown else []
         held = "" if self.held_out is None else f", {self.held_out.count.sum():,.0f} of them held out"
         return (
@@ -303,6 +287,14 @@ class FeatureStats:
     def tensors(self) -> list[Tensor]:
         """All that is sent: the moments, and cubes where they are known; not those of the held-out part."""
         return [*self.moments, *([] if self.cubes is None else [self.cubes])]
+
+    def scatters(self) -> Iterator[tuple[int | None, Tensor, Tensor, Tensor | None]]:
+        """The label, count, scatter and cubes of each class in the class form; else once, of all without a label."""
+        if self.form != "class":
+            yield None, self.count, self.scatter, self.cubes
+        else:
+            cubes = [None] * self.classes if self.cubes is None else self.cubes
+            yield from zip(range(self.classes), self.count, self.scatter, cubes, strict=True)
 
     @property
     def classes(self) -> int:

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.errors import UsageError
+
 
 def pack(matrix: Tensor) -> Tensor:
     """The upper triangle of a symmetric matrix, row by row: (d, d) -> (d (d + 1) / 2,)."""
@@ -66,11 +68,9 @@ def diagonal(dimension: int) -> Tensor:
 
 
 def scatter_shape(form: str, classes: int, dimension: int) -> tuple[int, ...]:
-    """The shape of a scatter in a form."""
+    """The shape of a scatter in a form; refused if there is no such form."""
     triangle = dimension * (dimension + 1) // 2
-    return {
-        "class": (classes, triangle),
-        "pooled": (triangle,),
-        "diagonal": (classes, dimension),
-        "none": (0,),
-    }[form]
+    shapes = {"class": (classes, triangle), "pooled": (triangle,), "diagonal": (classes, dimension), "none": (0,)}
+    if form not in shapes:
+        raise UsageError(f"form is {form!r}: allowed are {', '.join(shapes)}")
+    return shapes[form]

@@ -14,15 +14,14 @@ from torch import Tensor
 
 from unskew.statistics.bounds import Bounds, bounds_of
 from unskew.statistics.inequalities import (
-    NOTHING,
     Breach,
     bounds_breach,
     error_of,
     rank_breach,
     rest_breach,
     signs_breach,
-    skewness_breach,
-    zero_breach,
+    skewness_breaches,
+    zero_breaches,
 )
 from unskew.statistics.merging import squares_of
 from unskew.statistics.moments import FeatureStats
@@ -30,7 +29,7 @@ from unskew.statistics.origin import Origin
 
 IMPOSSIBLE, REFUSE, WARN = "impossible", "refuse", "warn"
 MOST = 10**10  # examples of a site: nobody has more
-HELD, REST = "held-out part", "part that is not held out"
+HELD = "held-out part"
 
 
 class Doubt(NamedTuple):
@@ -57,7 +56,6 @@ class Summary(NamedTuple):
     site: str
     form: str
     transform: str
-    known: bool  # whether it says anything about where it comes from
     counts: Tensor  # (C,)
     mean: Tensor  # (C, d)
     traces: Tensor  # (C,) of the scatter of each class; (1,) of all in the pooled form; (0,) where none is known
@@ -78,121 +76,95 @@ class Summary(NamedTuple):
 
 
 class Scrutiny:
-    """Checks the moments of one site on their way: first `begin`, then `see` for each scatter, then `summary`."""
+    """Checks the moments of one site on their way: `begin` of a part before its scatters, at last `summary`."""
 
     def __init__(self, site: str, form: str, transform: str, dimension: int, step: float = 0.0) -> None:
         self.site, self.form, self.transform, self.dimension, self.step = site, form, transform, dimension, step
         self.bounds: Bounds = bounds_of(transform, dimension)
         self.found: list[Doubt] = []
         self.traces: list[float] = []
-        self.squares: Tensor | None = None  # (d,)
-        self.whole: Tensor | None = None  # the scatter of all classes, packed; of one, where a held-out part needs it
-        self.concentration: float | None = None
-        self.held: Tensor | None = None  # that of the held-out part
+        self.whole: Tensor | None = None  # the scatter of all classes: packed, or in the diagonal form (d,)
+        self.begun: dict[bool, tuple[Tensor, Tensor]] = {}  # counts and means of all and, by True, of the held-out part
+        self.held: Tensor | None = None  # the scatter of that part
         self.error = torch.zeros(dimension, dtype=torch.float64)  # what means may be rounded by
 
-    def begin(self, count: Tensor, mean: Tensor) -> None:
+    def begin(self, count: Tensor, mean: Tensor, held_out: bool = False) -> None:
         """Take the counts (C,) and means (C, d) of all classes, or those of the held-out part."""
         self.error = torch.maximum(self.error, error_of(count, mean, self.step))
+        self.begun[held_out] = count, mean
 
-    def see(
-        self, count: Tensor, mean: Tensor, scatter: Tensor, cubes: Tensor | None = None, label: int | None = None,
-        keep: bool = False,
-    ) -> None:  # fmt: skip
-        """Look at the scatter and cubes of a class, of counts () and means (d,), or of all classes, (C,) and (C, d).
-        The scatter of all classes is kept where it will be compared with that of a held-out part.
-        """
+    def see(self, scatter: Tensor, cubes: Tensor | None = None, label: int | None = None) -> None:
+        """Look at the scatter and cubes of a class or, without a label, of all classes."""
         if self.form == "none":
             return
+        some = slice(None) if label is None else slice(label, label + 1)
+        count, mean = (part[some] for part in self.begun[False])
         squares = squares_of(scatter, self.form, self.dimension)
-        rows, means = count.reshape(-1), mean.reshape(-1, self.dimension)
-        self._inside(rows, means, squares[None] if label is not None else squares, label)
+        self._inside(count, mean, squares if label is None else squares[None], label)
+        rows = squares.reshape(-1, self.dimension)
         if self.form == "diagonal":
-            sizes = rows * (means**2).sum(1)
-            for number in ((rows <= 1) & (squares.sum(1) > NOTHING * sizes)).nonzero().flatten().tolist():
-                self._add("rank", zero_breach(squares[number], float(sizes[number])), number)
-            self.traces += squares.sum(1).tolist()
+            for breach in zero_breaches(count, mean, rows):
+                self._add("rank", breach)
         else:
-            self._ranks(rows, means, scatter, label, "")
-            self.traces.append(float(squares.sum()))
+            self._ranks(count, mean, scatter, label)
+        self.traces += rows.sum(1).tolist()
         if cubes is not None:
-            self._cubes(rows, means, squares.reshape(-1, self.dimension), cubes.reshape(-1), label)
-        total = squares.sum(0) if squares.ndim == 2 else squares
-        self.squares = total.clone() if self.squares is None else self.squares + total
-        if self.form == "pooled":
-            self.concentration = concentration_of(scatter, self.dimension)
-        if keep or self.form == "class":
-            kept = total if self.form == "diagonal" else scatter
-            self.whole = kept.clone() if self.whole is None else self.whole.add_(kept)
+            for breach in skewness_breaches(count, mean, rows, cubes.reshape(-1), self.step):
+                self._add("cubes", breach, label)
+        if self.form != "class":
+            self.whole = rows.sum(0) if self.form == "diagonal" else scatter
+        else:
+            self.whole = scatter.clone() if self.whole is None else self.whole.add_(scatter)
 
-    def see_held_out(self, count: Tensor, mean: Tensor, scatter: Tensor) -> None:
+    def see_held_out(self, scatter: Tensor) -> None:
         """Look at the scatter of the held-out part, of all classes."""
+        count, mean = self.begun[True]
         self._inside(count, mean, squares_of(scatter, "pooled", self.dimension), None, HELD)
         self._ranks(count, mean, scatter, None, HELD)
         self.held = scatter
 
-    def summary(
-        self, count: Tensor, mean: Tensor, origin: Origin, held: tuple[Tensor, Tensor] | None = None,
-        right: int | None = None,
-    ) -> Summary:  # fmt: skip
-        """What is kept, once all has passed by; `held` are the counts and means of the held-out part."""
+    def summary(self, origin: Origin, right: int | None = None) -> Summary:
+        """What is kept, once all has passed by."""
+        (count, mean), packed = self.begun[False], self.form in ("class", "pooled")
         if self.form == "none":
             self._inside(count, mean, None, None)
-        if self.form == "class" and self.whole is not None:
-            self.concentration = concentration_of(self.whole, self.dimension)
-        if held is not None and self.held is not None:
-            full = self.form in ("class", "pooled")
-            label, breach = rest_breach(count, mean, self.whole, (*held, self.held), full, self.step, self.error) or (
-                None,
-                None,
-            )
-            self._add("held-out part", breach, label)
+        if self.held is not None:
+            held = (*self.begun[True], self.held)
+            self._add("held-out part", rest_breach(count, mean, self.whole, held, packed, self.step, self.error))
         examples = float(count.sum())
         if examples > MOST:
-            self.found.append(
-                Doubt(self.site, "counts", "the number of examples", examples, f"at most {MOST:g}", REFUSE)
-            )
+            self._add("counts", Breach("the number of examples", examples, f"at most {MOST:g}", sure=False))
         if right is not None and not 0 <= right <= examples:
-            self.found.append(Doubt(self.site, "counts", "the number that the old head gets right", right,
-                                    f"at most {examples:.0f}, all examples", IMPOSSIBLE))  # fmt: skip
-        known = any(value is not None for value in vars(origin).values())
-        if not known:
+            told = f"at most {examples:.0f}, all examples"
+            self._add("counts", Breach("the number that the old head gets right", right, told))
+        if all(value is None for value in vars(origin).values()):
             self.found.append(Doubt(self.site, "origin", "the number of things that it says of where it comes from", 0,
                                     "5: layer, inputs, weights, labels, preparation", WARN))  # fmt: skip
         traces, found = torch.tensor(self.traces, dtype=torch.float64), tuple(self.found)
-        return Summary(self.site, self.form, self.transform, known, count, mean, traces, self.squares, found, self.step,
-                       self.concentration)  # fmt: skip
+        squares = None if self.whole is None else squares_of(self.whole, self.form, self.dimension)
+        concentration = concentration_of(self.whole, self.dimension) if packed and self.whole is not None else None
+        return Summary(self.site, self.form, self.transform, count, mean, traces, squares, found, self.step,
+                       concentration)  # fmt: skip
 
     def _inside(self, count: Tensor, mean: Tensor, squares: Tensor | None, label: int | None, part: str = "") -> None:
         """What the transform says about means and squared deviations."""
         if self.bounds.any:
-            met = bounds_breach(count, mean, squares, self.bounds, self.step, self.error)
-            if met is not None:
-                self._add("bounds", met[1], met[0] if label is None else label, part)
+            self._add("bounds", bounds_breach(count, mean, squares, self.bounds, self.step, self.error), label, part)
 
-    def _cubes(self, count: Tensor, mean: Tensor, squares: Tensor, cubes: Tensor, label: int | None) -> None:
-        """What squared deviations say about cubed ones."""
-        sizes = count * (mean**2).sum(1)
-        spread = (count[:, None] * (squares.clamp(min=0) / count.clamp(min=1)[:, None]) ** 1.5).sum(1)
-        most = spread * ((count - 2) / (count - 1).clamp(min=1).sqrt()).clamp(min=0)
-        for number in (cubes.abs() > most).nonzero().flatten().tolist():  # beyond the bound, or rounded there
-            n, size, cube = (float(value[number]) for value in (count, sizes, cubes))
-            breach = skewness_breach(n, squares[number], cube, size, self.step)
-            self._add("cubes", breach, number if label is None else label)
-
-    def _ranks(self, count: Tensor, mean: Tensor, scatter: Tensor, label: int | None, part: str) -> None:
+    def _ranks(self, count: Tensor, mean: Tensor, scatter: Tensor, label: int | None, part: str = "") -> None:
         """What the number of examples says about a scatter, and what the signs of features do."""
         most = float((count - 1).clamp(min=0).sum())
         size = float(count @ (mean**2).sum(1))
-        self._add(
-            "rank", rank_breach(scatter, size, int(min(most, self.dimension)), self.dimension, self.step), label, part
-        )
+        breach = rank_breach(scatter, size, int(min(most, self.dimension)), self.dimension, self.step)
+        self._add("rank", breach, label, part)
         self._add("bounds", signs_breach(count, mean, scatter, self.bounds, self.step, self.error), label, part)
 
-    def _add(self, what: str, breach: Breach | None, label: int | None, part: str = "") -> None:
+    def _add(self, what: str, breach: Breach | None, label: int | None = None, part: str = "") -> None:
+        """Keep a breach as a doubt; of a class that was looked at by itself, its label."""
         if breach is not None:
             told = f"in its {part}, {breach.what}" if part else breach.what
             severity = IMPOSSIBLE if breach.sure else REFUSE
+            label = breach.label if label is None else label
             labels = () if label is None else (label,)
             self.found.append(Doubt(self.site, what, told, breach.value, breach.expected, severity, labels))
 
@@ -209,15 +181,11 @@ def concentration_of(scatter: Tensor, dimension: int) -> float | None:
 def summary_of(stats: FeatureStats, site: str = "these statistics", step: float = 0.0) -> Summary:
     """The summary of statistics in memory; `step` is the relative rounding of what they were read from."""
     made = Scrutiny(site, stats.form, stats.transform, stats.dimension, step)
-    held = stats.held_out
-    for part in filter(None, (stats, held)):
-        made.begin(part.count, part.mean)
-    for label in range(stats.classes) if stats.form == "class" else [None]:
-        place = slice(None) if label is None else label
-        count, mean = stats.count[place], stats.mean[place]
-        scatter = stats.scatter if label is None else stats.scatter[label]
-        made.see(count, mean, scatter, None if stats.cubes is None else stats.cubes[place], label, held is not None)
-    if held is not None:
-        made.see_held_out(held.count, held.mean, held.scatter)
-    parts = None if held is None else (held.count, held.mean)
-    return made.summary(stats.count, stats.mean, stats.origin, parts, stats.right)
+    made.begin(stats.count, stats.mean)
+    if stats.held_out is not None:
+        made.begin(stats.held_out.count, stats.held_out.mean, held_out=True)
+    for label, _, scatter, cubes in stats.scatters():
+        made.see(scatter, cubes, label)
+    if stats.held_out is not None:
+        made.see_held_out(stats.held_out.scatter)
+    return made.summary(stats.origin, stats.right)
