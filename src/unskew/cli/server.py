@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from unskew.conversation.model_file import Opened
     from unskew.models.networks import Split
     from unskew.statistics.moments import FeatureStats
-    from unskew.statistics.origin import Origin
     from unskew.statistics.scrutiny import Summary
 
 
@@ -183,7 +182,7 @@ def _planned(wish: Wish, sent: Sent, model: Split) -> Plan:
 
 def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
-    from unskew.conversation.calibrating import Material, odd
+    from unskew.conversation.calibrating import Material, absent_in, odd
     from unskew.statistics.doubts import check_sum, dominating
     from unskew.statistics.file import load, save_sum, total_of
 
@@ -204,9 +203,10 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
         if plan.useful and not wish.propose:
             summed = summed.reduced(plan.useful)
     mix = _prior(wish.prior, summed)
-    absent = (summed.count == 0).nonzero().flatten().tolist()
-    if absent:
-        note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
+    if absent := absent_in(summed):
+        names = ", ".join(absent[:10]) + (", ..." if len(absent) > 10 else "")
+        classes = "classes" if len(absent) > 1 else "class"
+        note(f"no site has examples of {classes} {names}: the new classifier can't know them")
     each = sent.kept if sent.apart and not wish.robust and (plan.wanted.apart or wish.propose) else []
     return Material(summed.to(device), [load(path, "none").to(device) for path in each], mix)
 
@@ -365,8 +365,3 @@ def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
             f"{path}: it holds {len(values)} numbers{least}; it must hold {stats.classes}, of 0 or more, not all 0"
         )
     return values.to(stats.count)
-
-
-def _named(labels: Iterable[int], origin: Origin) -> str:
-    names = [str(label) if origin.labels is None else origin.labels[label] for label in labels]
-    return f"class{'es' if len(names) > 1 else ''} {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"

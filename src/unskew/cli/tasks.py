@@ -197,7 +197,8 @@ def _verdict(trial: Trial) -> str:
 def _show_next(asked: Asked, trial: Trial) -> None:
     """The commands that do it for real."""
     from unskew.conversation.heads_file import OLD
-    from unskew.conversation.tasks import is_code, stats_command
+    from unskew.conversation.model_file import is_code
+    from unskew.conversation.tasks import stats_command
 
     best = trial.best
     if trial.whole.right.get(OLD, -1) >= trial.whole.right[best]:

@@ -193,8 +193,13 @@ def file_of_run(folder: Path) -> Path:
     raise UsageError(f"{folder} holds no run: give the folder of one, or a model's file")
 
 
+def is_code(model: str) -> bool:
+    """Whether the spec of a model names code that is neither Unskew's nor that of a library that it knows."""
+    return model.endswith(".pt2") or is_own(model)
+
+
 def _check_trusted(file: Path, spec: str, trust: bool) -> None:
-    if (is_own(spec) or spec.endswith(".pt2")) and not trust:
+    if is_code(spec) and not trust:
         raise UsageError(
             f"{file} names code that would run here: {spec}. Read it; if you trust whoever wrote that, add --trust "
             "(trust=True)"

@@ -31,6 +31,7 @@ from unskew.conversation.calibrating import (
     Plan,
     Seed,
     Validation,
+    absent_in,
     make_head,
     odd,
     plan_for,
@@ -376,9 +377,8 @@ class _Gathering:
         if self.robust:
             total = replace(robust_sum(self.each), parts=total.parts)
             self.each = []
-        absent = (total.count == 0).nonzero().flatten().tolist()
-        names = [str(label) if total.origin.labels is None else total.origin.labels[label] for label in absent]
-        told += [f"no site has examples of class {', '.join(names)}: the new classifier can't know it"] if names else []
+        if absent := absent_in(total):
+            told.append(f"no site has examples of class {', '.join(absent)}: the new classifier can't know it")
         self.notes = tuple(told)
         return Material(total.to(device), [each.to(device) for each in self.each], prior)
 

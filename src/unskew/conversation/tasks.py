@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from unskew.conversation.agreement import few
 from unskew.conversation.errands import bytes_in
+from unskew.conversation.model_file import is_code
 from unskew.data.preparation import Preparation
 from unskew.errors import DECAY, Allowed, DataError, UsageError, check_number, expect, lookup
 from unskew.files.checksums import checksum_of
@@ -24,7 +25,6 @@ from unskew.files.signing import is_nonce, new_nonce
 from unskew.files.untrusted import Content, Source, read_toml, reading
 from unskew.files.writing import write_text
 from unskew.models.transforms import Transform
-from unskew.specs import is_own
 from unskew.statistics.header import PRECISIONS, Header
 from unskew.statistics.moments import FORMS
 
@@ -129,11 +129,6 @@ class Task:
     def from_bytes(cls, content: bytes, where: str = "task") -> Task:
         """What `to_bytes` gave, or a `DataError`."""
         return _read(Content(where, content))
-
-
-def is_code(model: str) -> bool:
-    """Whether the spec of a model names code that is neither Unskew's nor that of a library that it knows."""
-    return model.endswith(".pt2") or is_own(model)
 
 
 def file_in(model: str) -> str | None:
