@@ -7,10 +7,11 @@ remedy. `lookup` is the one way to find something by name; it answers a misspell
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 Item = TypeVar("Item")
@@ -61,6 +62,17 @@ class DataError(UnskewError):
     Traceback (most recent call last):
     unskew.errors.DataError: missing.safetensors: there is no such file
     """
+
+
+@contextlib.contextmanager
+def retold(kind: type[UnskewError], words: Callable[[str], str]) -> Iterator[None]:
+    """Say what is refused in other words, made of its own."""
+    try:
+        yield
+    except kind as error:
+        if (said := words(str(error))) == str(error):
+            raise
+        raise type(error)(said) from error
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Item]) -> Item:

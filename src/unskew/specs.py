@@ -92,11 +92,15 @@ def named(kind: type) -> str:
     return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]
 
 
-def build(kind: str, spec: str, factories: Mapping[str, Callable[..., Made]]) -> Made:
-    """The value of a spec such as "ffc:ridge=0.1": its factory, called with its options."""
+def build(kind: str, spec: str, factories: Mapping[str, Callable[..., Made]], **usual: Any) -> Made:
+    """The value of a spec such as "ffc:ridge=0.1": its factory, called with its options, and with those that are usual
+    if it has them and the spec does not say otherwise.
+    """
     name, options = parse(spec)
     factory = lookup(kind, name, factories)
-    return factory(**converted(spec, options, defaults_of(factory)))
+    defaults = defaults_of(factory)
+    taken = {key: value for key, value in usual.items() if key in defaults}
+    return factory(**{**taken, **converted(spec, options, defaults)})
 
 
 def call_user_code(kind: str, spec: str, function: Callable[..., Made], *arguments: Any, **options: Any) -> Made:

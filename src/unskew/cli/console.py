@@ -15,7 +15,7 @@ import shutil
 import statistics
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,21 +29,16 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from unskew.errors import shortened
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.records import (
-    CalibrationRecord,
-    EndRecord,
-    PersonalRecord,
-    Record,
-    of_kind,
-    start_in,
-)
+from unskew.experiments.records import CalibrationRecord, EndRecord, PersonalRecord, Record, of_kind, start_in
 from unskew.specs import without_folders
 from unskew.training.engines.lanes.timetable import Usage
 
@@ -67,11 +62,8 @@ def printable(text: str, most: int = LINE) -> str:
     text = shortened(text, most)
     if text.isprintable():
         return text
-    return "".join(one if _is_seen(one) else one.encode("unicode_escape").decode() for one in text)
-
-
-def _is_seen(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"  # spaces of all widths
+    seen = {one for one in text if one.isprintable() or unicodedata.category(one) == "Zs"}  # spaces of all widths
+    return "".join(one if one in seen else one.encode("unicode_escape").decode() for one in text)
 
 
 def tell(text: str) -> None:
@@ -94,15 +86,29 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def display(*columns: ProgressColumn, quiet: bool = False) -> Progress:
-    """Bars on standard error, if that is a terminal or not; brackets and colons in their texts mean nothing."""
+def display(
+    usage: Usage | None = None, text: str = "", *, counted: Sequence[ProgressColumn] = (), quiet: bool = False
+) -> Progress:
+    """Bars on standard error, if that is a terminal or not: what is done, how much of it is `counted`, how long it will
+    take, how fast the training goes whose `usage` is given, and a text. Brackets and colons in texts mean nothing.
+    """
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(), *(counted or [MofNCompleteColumn()])]
+    columns += [TimeRemainingColumn(), *([] if usage is None else [_Speed(usage)])]
+    columns += [TextColumn(text, markup=False)] if text else []
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     return Progress(*columns, console=console, disable=quiet)
 
 
-def text_column(shown: str) -> TextColumn:
-    """A column of a bar that shows a text as it is."""
-    return TextColumn(shown, markup=False)
+class _Speed(ProgressColumn):
+    """Useful client-steps a second, and how busy the lanes are, as they are now."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__(table_column=drawn.Column(no_wrap=True))
+        self.usage = usage
+
+    def render(self, task: Task) -> Text:
+        """What the column shows."""
+        return Text(speed(self.usage) if self.usage.useful else "")
 
 
 @contextlib.contextmanager
@@ -111,8 +117,7 @@ def download_bar(description: str) -> Iterator[Callable[[int, int | None], None]
 
     `with download_bar("cifar10") as progress: fetch(url, path, progress=progress)`
     """
-    columns = (text_column("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    shown = display(*columns, TimeRemainingColumn())
+    shown = display(counted=(DownloadColumn(), TransferSpeedColumn()))
     task = shown.add_task(printable(description), total=None)
 
     def progress(done: int, total: int | None) -> None:
@@ -129,8 +134,7 @@ def download_bar(description: str) -> Iterator[Callable[[int, int | None], None]
 @contextlib.contextmanager
 def bar(what: str, total: int | None, quiet: bool = False) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal; gives what moves it."""
-    columns = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with display(*columns, quiet=quiet or not sys.stderr.isatty()) as progress:
+    with display(quiet=quiet or not sys.stderr.isatty()) as progress:
         task = progress.add_task(printable(what, HEADING), total=total)
         yield lambda count: progress.advance(task, count)
 
@@ -185,9 +189,10 @@ def _cleaned(table: Table) -> Table:
 
 def parts_of(table: Table, width: int | None) -> list[drawn.Table | str]:
     """A table as it can be printed in so many columns, one part below the other; None: in as many as it needs."""
-    least = [_least(table, place) for place in range(len(table.columns))]
+    widths = [_widths(table, place) for place in range(len(table.columns))]
+    least = [low for low, _ in widths]
     if width is None:
-        most = [min(_most(table, place), PIPE) for place in range(len(table.columns))]
+        most = [min(high, PIPE) for _, high in widths]
         width = _outer(most) if all(column.number for column in table.columns[1:]) else max(PIPE, _outer(least))
     if any(_outer([least[0], other]) > width for other in least[1:]):
         return [_listed(table)]
@@ -196,7 +201,7 @@ def parts_of(table: Table, width: int | None) -> list[drawn.Table | str]:
         if _outer([least[other] for other in [*pages[-1], place]]) > width:
             pages.append([0])
         pages[-1].append(place)
-    return [_page(table, places, least, width) for places in pages]
+    return [_page(table, places, [widths[place] for place in places], width) for places in pages]
 
 
 def _outer(widths: Sequence[int]) -> int:
@@ -204,33 +209,23 @@ def _outer(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * len(widths) + 1
 
 
-def _cells(table: Table, place: int) -> list[str]:
-    return [table.columns[place].name, *(row[place] for row in table.rows)]
+def _widths(table: Table, place: int) -> tuple[int, int]:
+    """The width that a column needs, and the one that it has where nothing is folded. Of a number it needs all, of text
+    and of headings a part, since they are folded.
+    """
+    (name, number), cells = table.columns[place], [row[place] for row in table.rows]
+    words = [cell_len(word) for cell in (name, *cells) for word in cell.split()]
+    numbers = map(cell_len, cells if number else [])
+    return max(1, min(max(words, default=0), NARROW), *numbers), max(map(cell_len, [name, *cells]))
 
 
-def _most(table: Table, place: int) -> int:
-    """The width that a column has where nothing is folded."""
-    return max(map(cell_len, _cells(table, place)))
-
-
-def _least(table: Table, place: int) -> int:
-    """The width that a column needs: of a number all of it, of text and of headings a part, since they are folded."""
-    words = [word for cell in _cells(table, place) for word in cell.split()] or [""]
-    least = min(max(map(cell_len, words)), NARROW)
-    if table.columns[place].number:
-        least = max([least, *(cell_len(row[place]) for row in table.rows)])
-    return max(least, 1)
-
-
-def _page(table: Table, places: Sequence[int], least: Sequence[int], width: int) -> drawn.Table:
+def _page(table: Table, places: Sequence[int], widths: Sequence[tuple[int, int]], width: int) -> drawn.Table:
     """Some columns of a table, which fit."""
-    most = [_most(table, place) for place in places]
-    few = [least[place] for place in places]
-    room = width - _outer(few)
-    wanted = sum(high - low for high, low in zip(most, few, strict=True))
+    room = width - _outer([low for low, _ in widths])
+    wanted = sum(high - low for low, high in widths)
     share = min(1.0, room / wanted) if wanted else 0.0
     page = drawn.Table(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, low, high in zip(places, few, most, strict=True):
+    for place, (low, high) in zip(places, widths, strict=True):
         name, number = table.columns[place]
         page.add_column(name, width=low + int(share * (high - low)), overflow="fold",
                         justify="right" if number else "left")  # fmt: skip
@@ -356,6 +351,18 @@ def _personal_sentence(experiment: Experiment, own: list[PersonalRecord]) -> str
         text += f", the one model of all {_spread(own[0])} %"
     absent = own[0].never_trained
     return text + (f"; {absent} clients never took part." if absent else ".")
+
+
+def short_names(files: Iterable[str]) -> list[str]:
+    """Files by their names without folders and endings, if these differ."""
+    whole = list(files)
+    names = [Path(name).stem or name for name in whole]
+    return names if len(set(names)) == len(names) else whole
+
+
+def share_of(right: float, total: float) -> str:
+    """A share in percent, as a cell; a dot where there is nothing to take it of."""
+    return f"{100 * (right / total):.2f}" if total else "·"
 
 
 def size(count: int) -> str:

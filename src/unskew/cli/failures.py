@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -131,15 +131,10 @@ def _unexpected(error: BaseException) -> str:
 
 def _where(error: BaseException) -> str:
     """The file that was in our hands when an error came, the innermost; or else the command."""
-    found = next((str(path) for frame in _frames(error) if (path := _file_of(frame)) is not None), None)
+    ours = str(Path(__file__).parents[1])
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename.startswith(ours)]
+    found = next((str(path) for frame in reversed(frames) if (path := _file_of(frame)) is not None), None)
     return found or next((f"unskew {word}" for word in sys.argv[1:] if not word.startswith("-")), "unskew")
-
-
-def _frames(error: BaseException) -> Iterator[FrameType]:
-    """The frames of our own code that an error has passed, from within."""
-    here = str(Path(__file__).parents[1])
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return (frame for frame in reversed(frames) if frame.f_code.co_filename.startswith(here))
 
 
 def _file_of(frame: FrameType) -> Path | None:

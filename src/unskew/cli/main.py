@@ -1,5 +1,5 @@
-"""The command line: the group of all commands, `unskew list` and `partition`; `run`, `sites`, `server`, `tasks` and
-`keys` have the others.
+"""The command line: the group of all commands, `unskew list`, `partition` and `key`; `run`, `sites`, `server` and
+`tasks` have the others.
 
 Exit codes: 0 done, 1 failed, 2 wrong use; stopped by Ctrl-C 130, by SIGTERM 143, with the way to go on. Torch is
 imported by the commands, not here.
@@ -19,19 +19,11 @@ from typing import Any
 import click
 
 from unskew import __version__
-from unskew.cli.console import (
-    Column,
-    Table,
-    put_json,
-    show,
-    table_of,
-    tell,
-)  # fmt: skip
+from unskew.cli.console import Column, Table, put_json, show, table_of, tell
 from unskew.cli.failures import answered
-from unskew.cli.keys import key
 from unskew.cli.run import demo, fill_table, given_in, options_of, run
 from unskew.cli.server import calibrate
-from unskew.cli.shared import PATH, Everywhere, check_free, inputs_of, note
+from unskew.cli.shared import PATH, Everywhere, check_free, epilog, note
 from unskew.cli.sites import evaluate, inspect_files, stats
 from unskew.cli.tasks import try_out, write_task
 from unskew.errors import lookup
@@ -64,7 +56,7 @@ def app(context: click.Context, allowed: tuple[str, ...]) -> None:
     context.with_resource(limits.changed(",".join(allowed), "--limit"))
 
 
-for command in (run, demo, fill_table, try_out, write_task, stats, calibrate, evaluate, inspect_files, key):
+for command in (run, demo, fill_table, try_out, write_task, stats, calibrate, evaluate, inspect_files):
     app.add_command(command)
 
 
@@ -177,7 +169,7 @@ def partition_table(context: click.Context, /, plot: Path | None, as_json: bool,
     experiment = Experiment(**given_in(context, options))
     if plot or not as_json:
         plot = plot or Path("runs/partition.png")
-        check_free([plot], True, inputs_of({"data": experiment.data}))
+        check_free([plot], True, {"data": experiment.data})
     data = data_of(experiment)
     counts, labels = table(data.y, federation_of(experiment, data).clients, data.classes), list(data.labels)
     if plot:
@@ -192,3 +184,23 @@ def partition_table(context: click.Context, /, plot: Path | None, as_json: bool,
         shown.add_row(str(client), str(row.sum()), *([str(count or "·") for count in row] if few else some))
     show(shown)
     show(f"Plotted in {plot}")
+
+
+# ---------------------------------------------------------------------------------------------- keys
+
+
+@app.group("key")
+def key() -> None:
+    """Keys by which sites and server sign their files."""
+
+
+@key.command("new", epilog=epilog("unskew key new site_a"))
+@click.argument("name", type=PATH)
+def new(name: Path) -> None:
+    """Write NAME.key, to sign with, and NAME.pub, to give away."""
+    from unskew.files.signing import new_key
+
+    secret, public = new_key(name)
+    show(f"{secret}: the private key, for --sign. It stays here: whoever has it can sign as {secret.stem}.")
+    show(f"{public}: the public key. Give it to whoever is to know your files by it, in a way that they trust: a site "
+         "to the server, the server to the sites.")  # fmt: skip

@@ -102,13 +102,8 @@ def per_class(records: list[Record], labels: list[str], path: Path) -> Path:
         if few:
             width = 0.84 / len(made)
             at = np.arange(len(labels)) + (place - (len(made) - 1) / 2) * width
-            axes.bar(
-                at,
-                [np.nan if value is None else 100 * value for value in values],
-                width,
-                color=colour,
-                label=legend[place],
-            )
+            heights = [np.nan if value is None else 100 * value for value in values]
+            axes.bar(at, heights, width, color=colour, label=legend[place])
         else:  # bars of a hundred classes can't be told apart
             known = sorted((100 * value for value in values if value is not None), reverse=True)
             axes.plot(known, color=colour, label=legend[place])

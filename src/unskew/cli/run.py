@@ -10,16 +10,13 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import table as drawn
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TimeRemainingColumn
-from rich.text import Text
 
-from unskew.cli.console import display, printable, put_json, report, show, speed, summary, tell, text_column
+from unskew.cli.console import display, download_bar, printable, put_json, report, show, speed, summary, tell
 from unskew.cli.failures import failed, told
 from unskew.cli.shared import PATH, check_free, note, probe_folder
 from unskew.errors import UsageError, lookup
@@ -165,7 +162,6 @@ def _name(experiment: Experiment) -> str:
 
 def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) -> list[Record]:
     """Run an experiment, showing how it goes, and plot it; if it is stopped or can't write, say how to go on."""
-    from unskew.cli.console import download_bar
     from unskew.cli.plots import run_plots
     from unskew.experiments.folder import holds_run
     from unskew.experiments.runner import run
@@ -175,56 +171,37 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
         with download_bar(f"downloading {experiment.data}") as progress:
             usage = Usage()
             running = run(experiment, out, resume, progress, usage)
-            records.extend(map(_printed, running) if as_json else _watched(running, experiment.rounds, usage))
+            for record in running if as_json else _watched(running, experiment.rounds, usage):
+                if as_json:
+                    put_json(to_json(record))
+                records.append(record)
         run_plots(records, out)
     except (KeyboardInterrupt, OSError) as error:
         if isinstance(error, BrokenPipeError) or not holds_run(out):
             raise
         done = max((record.round for record in of_kind(records, RoundRecord)), default=0)
-        reason = "" if isinstance(error, KeyboardInterrupt) else f"{told(error)}; "
+        reason, code = ("", exit_code(error)) if isinstance(error, KeyboardInterrupt) else (f"{told(error)}; ", 1)
         trust = " --trust" if experiment.code else ""
         remedy = f"go on with: unskew run --resume --out {shlex.quote(str(out))}{trust}"
-        code = exit_code(error) if isinstance(error, KeyboardInterrupt) else 1
         raise click.exceptions.Exit(
             failed(f"{reason}stopped after round {done} of {experiment.rounds}; {remedy}", code)
         ) from None
     return records
 
 
-def _printed(record: Record) -> Record:
-    put_json(to_json(record))
-    return record
-
-
-class _Speed(ProgressColumn):
-    """Useful client-steps a second, and how busy the lanes are, as they are now."""
-
-    def __init__(self, usage: Usage) -> None:
-        super().__init__(table_column=drawn.Column(no_wrap=True))
-        self.usage = usage
-
-    def render(self, task: Task) -> Text:
-        """What the column shows."""
-        return Text(speed(self.usage) if self.usage.useful else "")
-
-
 def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[Record]:
     """Pass the records on, with a bar that moves each round."""
-    text = text_column("{task.description}"), text_column("{task.fields[now]}")
-    columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage), text[1])
     with contextlib.ExitStack() as shown:
         for record in records:
             if isinstance(record, StartRecord):  # not earlier: a refusal stands alone
                 if record.picked is not None:
                     tell("engine: {engine} ({reason})".format(**record.picked))
-                progress = shown.enter_context(display(*columns))
+                progress = shown.enter_context(display(usage, "{task.fields[now]}"))
                 task = progress.add_task("training", total=rounds, now="")
             elif isinstance(record, RoundRecord):
                 accuracy = "" if record.accuracy is None else f", accuracy {100 * record.accuracy:.1f} %"
-                now, doing = (
-                    f"loss {record.loss:.3f}{accuracy}",
-                    "training" if record.round < rounds else "calibrating",
-                )
+                now = f"loss {record.loss:.3f}{accuracy}"
+                doing = "training" if record.round < rounds else "calibrating"
                 progress.update(task, completed=record.round, now=now, description=doing)
                 if not progress.console.is_terminal:  # a log file gets a line a round instead of a bar
                     tell(f"round {record.round} of {rounds}: {now}, {speed(usage)}")
@@ -267,23 +244,14 @@ def _remove_demo(folder: Path) -> None:
     if not holds_run(folder):
         return
     with taken(folder):
-        held = asdict(stored(folder))
-        free = {
-            "seed",
-            "cut_seed",
-            "device",
-            "engine",
-            "threads",
-            "model",
-            "lanes",
-            "lane_layout",
-        }  # differ between demos
+        differing = ("seed", "cut_seed", "device", "engine", "threads", "model", "lanes", "lane_layout")
+        held = replace(stored(folder), **{name: getattr(DEMO, name) for name in differing})
         written = re.compile(
             r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
             r"|(labels|history|per_class|personal)\.png|\..*\.tmp|\.lock"
         )
         strange = [path.name for path in folder.iterdir() if not written.fullmatch(path.name)]
-        if strange or any(held[name] != value for name, value in asdict(DEMO).items() if name not in free):
+        if strange or held != DEMO:
             what = f"{', '.join(strange)}, which no demo wrote" if strange else "a run that is no demo"
             raise UsageError(f"{folder} holds {what}: choose another --out")
         for path in folder.iterdir():
@@ -336,21 +304,18 @@ def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **opt
     rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}
     table = table._replace(rows=rows)
     write = write or Path("results") / f"{name}.md"
-    check_free([write], True, [out])
+    check_free([write], True, {}, out)
     probe_folder(out)
     total = sum(map(len, table.rows.values()))
-    results = []
-    usage = Usage()
-    named = text_column("{task.description}")
-    with display(named, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), _Speed(usage)) as progress:
+    results, usage = [], Usage()
+    with display(usage) as progress:
         task = progress.add_task(name, total=total)
         try:
             for result in filled(table, out, jobs or os.cpu_count() or 1, usage):
                 results.append(result)
                 progress.advance(task)
                 if not progress.console.is_terminal:
-                    done = f"{result.row}, seed {result.seed}"
-                    tell(f"run {len(results)} of {total}: {done}")
+                    tell(f"run {len(results)} of {total}: {result.row}, seed {result.seed}")
         except KeyboardInterrupt as stopped:
             told_how = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
             raise click.exceptions.Exit(failed(told_how, exit_code(stopped))) from None

@@ -9,40 +9,26 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from unskew.cli.answers import Conversation, validated
-from unskew.cli.console import bar, printable, show
-from unskew.cli.keys import key_of
+from unskew.cli.console import bar, printable, share_of, show, table_of
 from unskew.cli.run import calibrate_run
-from unskew.cli.shared import (
-    PATH,
-    Asked,
-    Lists,
-    asked_for,
-    check_free,
-    checked_device,
-    epilog,
-    inputs_of,
-    note,
-    options,
-)
+from unskew.cli.shared import PATH, Asked, Lists, asked_for, check_free, epilog, key_of, note, options, sites_of
 from unskew.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from unskew.conversation.calibrating import Material, Plan
+    from unskew.conversation.calibrating import Material, Plan, Validation
     from unskew.conversation.files import Sent
     from unskew.conversation.model_file import Opened
     from unskew.models.networks import Split
     from unskew.statistics.moments import FeatureStats
-    from unskew.statistics.origin import Origin
     from unskew.statistics.scrutiny import Summary
 
 
@@ -88,11 +74,10 @@ def calibrate(run: Path | None, **options: Any) -> None:
     if run is not None:
         calibrate_run(click.get_current_context(), run, options)
         return
-    wish = Wish(**{name: options.pop(name) for name in Wish._fields})
+    wish = Wish(**{name: options[name] for name in Wish._fields})
     _check_wish(wish)
     asked = asked_for(options)
-    read = inputs_of({**asked.values, "prior": wish.prior, "heads": wish.heads, "sign": wish.sign, "sites": wish.sites})
-    check_free(wish.written, wish.force, [*read, *wish.files, *wish.sums, *wish.without, *wish.validate])
+    check_free(wish.written, wish.force, asked.values, *wish.files, *wish.sums, *wish.without, *wish.validate)
     logging.getLogger("unskew").setLevel(logging.INFO)  # which tells what was chosen
     sent = _sent(wish, asked)
     opened = _opened(sent, asked.values)
@@ -161,13 +146,11 @@ def _check_wish(wish: Wish) -> None:
 def _sent(wish: Wish, asked: Asked) -> Sent:
     """The headers of the files, where they are of the task and fit the weights; and which of them are used."""
     from unskew.conversation.files import check_alike, check_signatures, check_sources, read_sent
-    from unskew.files.signing import read_sites
 
     sent = read_sent(wish.files, wish.sums, wish.without)
     if wish.sites is not None and asked.task is None:
         raise UsageError("--sites needs --task: without its nonce, a file of an older task would pass for a new one")
-    sites = None if wish.sites is None else read_sites(wish.sites)
-    for text in check_signatures(sent, sites, key_of(wish.sign)):
+    for text in check_signatures(sent, sites_of(wish.sites), key_of(wish.sign)):
         note(text)
     check_sources(sent.known, asked.task, asked.values["task"], asked.sources)
     check_alike(sent.known)
@@ -180,7 +163,7 @@ def _opened(sent: Sent, given: Mapping[str, Any]) -> Opened:
 
     names = ("classes", "layer", "trust")
     found = open_for(sent, given["model"], given["weights"], **{name: given[name] for name in names})
-    return found._replace(model=found.model.to(checked_device(given["device"])))
+    return found._replace(model=found.model.to(given["device"]))
 
 
 # ---------------------------------------------------------------------------------------------- what is made of it
@@ -199,7 +182,7 @@ def _planned(wish: Wish, sent: Sent, model: Split) -> Plan:
 
 def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
-    from unskew.conversation.calibrating import Material, odd
+    from unskew.conversation.calibrating import Material, absent_in, odd
     from unskew.statistics.doubts import check_sum, dominating
     from unskew.statistics.file import load, save_sum, total_of
 
@@ -220,9 +203,10 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
         if plan.useful and not wish.propose:
             summed = summed.reduced(plan.useful)
     mix = _prior(wish.prior, summed)
-    absent = (summed.count == 0).nonzero().flatten().tolist()
-    if absent:
-        note(f"no site has examples of {_named(absent, summed.origin)}: the new classifier can't know them")
+    if absent := absent_in(summed):
+        names = ", ".join(absent[:10]) + (", ..." if len(absent) > 10 else "")
+        classes = "classes" if len(absent) > 1 else "class"
+        note(f"no site has examples of {classes} {names}: the new classifier can't know them")
     each = sent.kept if sent.apart and not wish.robust and (plan.wanted.apart or wish.propose) else []
     return Material(summed.to(device), [load(path, "none").to(device) for path in each], mix)
 
@@ -277,15 +261,12 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     from unskew.conversation.calibrating import make_head
     from unskew.conversation.heads_file import OLD
     from unskew.conversation.model_file import program_of, write_model
-    from unskew.files.signing import read_sites
     from unskew.models.networks import linear
     from unskew.models.programs import exported
 
     model, stats = opened.model, material.stats
     if wish.heads:
-        sites = None if wish.sites is None else read_sites(wish.sites)
-        conversation = Conversation(wish.heads, wish.validate, sent.kept, sites)
-        name, new = validated(conversation, model, stats, material.prior)
+        name, new = _validated(wish.heads, wish, sent, model, material)
     else:
         name, new = plan.wanted.name, make_head(wish.calibrator, material, model.classifier, wish.seed)
     better = with_classifier(model, new).to("cpu")
@@ -305,6 +286,48 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
     if not wish.heads:
         doubt = "this head" if opened.fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
+
+
+def _validated(path: Path, wish: Wish, sent: Sent, model: Split, material: Material) -> tuple[str, nn.Module]:
+    """The head that the sites found best, which can be the old one; shown beside the others, on each site."""
+    from unskew.conversation.answers import owners_of, read_answers
+    from unskew.conversation.calibrating import validate
+    from unskew.conversation.files import silent
+    from unskew.conversation.heads_file import OLD, read_heads
+
+    stats, sites = material.stats, sites_of(wish.sites)
+    heads = read_heads(path, model, stats.parts)
+    owners = owners_of(sent.kept, stats.parts)
+    answers = read_answers(wish.validate, heads, model.classes, owners, sites)
+    if sites is not None:
+        idle = [owner.site for owner in owners.values() if stats.held_out is not None and not owner.examples_held_out]
+        for text in silent(sites, [*answers, heads.signed.site, *idle], "has not answered"):
+            note(text)
+    found = validate(answers, material.prior)
+    best = found.best
+    _show_heads(found)
+    if OLD in heads.modules:
+        show("The old head stays: no other is better." if best == OLD else f"{best} is better than the old head.")
+    for site, other in found.deciding.items():
+        taken = "the old head" if other == OLD else other
+        rest = "nobody else has answered" if other is None else f"without it {taken} would be taken"
+        note(f"{site} decides alone: {rest}")
+    return best, heads.modules[best]
+
+
+def _show_heads(found: Validation) -> None:
+    """The heads beside each other, on all sites and on each."""
+    n = float(found.whole.total.sum())
+    table = table_of("head", f"accuracy (%) on {n:,.0f} examples of {len(found.answers)} sites", "standard error")
+    for name, accuracy in found.accuracies.items():
+        error = (accuracy * (1 - accuracy) / n) ** 0.5
+        table.add_row(name + (" *" if name == found.best else ""), f"{100 * accuracy:.2f}", f"{100 * error:.2f}")
+    show(table)
+    each = table_of("site", "examples", *(f"{name} (%)" for name in found.accuracies))
+    for site, counts in found.answers.items():
+        total = float(counts.total.sum())
+        each.add_row(site, f"{total:,.0f}", *(share_of(float(right.sum()), total) for right in counts.right.values()))
+    show(each)
 
 
 def _called(given: Mapping[str, Any]) -> str:
@@ -342,8 +365,3 @@ def _prior(text: str | None, stats: FeatureStats) -> Tensor | None:
             f"{path}: it holds {len(values)} numbers{least}; it must hold {stats.classes}, of 0 or more, not all 0"
         )
     return values.to(stats.count)
-
-
-def _named(labels: Iterable[int], origin: Origin) -> str:
-    names = [str(label) if origin.labels is None else origin.labels[label] for label in labels]
-    return f"class{'es' if len(names) > 1 else ''} {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"

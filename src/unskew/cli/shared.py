@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ from unskew.errors import UsageError
 if TYPE_CHECKING:
     from unskew.conversation.agreement import Known
     from unskew.conversation.tasks import Task
+    from unskew.files.signing import Key, Sites
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
@@ -27,6 +28,8 @@ FORMS = ("class", "pooled", "diagonal", "none")
 PRECISIONS = ("float64", "float32", "bfloat16", "int16")
 INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 PREPARATION = ("image_size", "resize", "crop", "interpolation", "channels", "mean", "std")  # by options
+# What `unskew task` is told:
+TOLD = ("model", "weights", "layer", "classes", "labels", "prepare", *PREPARATION, "label_column", "transform")
 SETTLED = ("layer", "classes", "label_column", "form", "precision", "budget", "transform", "hold_out")  # by a task
 
 
@@ -156,8 +159,11 @@ def asked_for(given: Mapping[str, Any], *, free: Sequence[str] = (), other_weigh
     from unskew.conversation.agreement import Known
     from unskew.conversation.model_file import known_of_model, located
     from unskew.data.sites import read_labels
+    from unskew.system.machine import check_device
 
     values = dict(given)
+    if "device" in values:
+        check_device(values["device"], ("cpu", "cuda", "mps"))
     if values["model"] is not None:
         values["model"], values["weights"] = located(values["model"], values["weights"], values["trust"])
     prepared = _prepared(values)
@@ -180,6 +186,7 @@ def asked_for(given: Mapping[str, Any], *, free: Sequence[str] = (), other_weigh
         sources.append(Known(str(path), task.labels, found.preparation))
     if values["model"] is None:
         raise UsageError("give --model and its --weights, or the --task of whoever started this")
+    values["model"], values["weights"] = located(values["model"], values["weights"], values["trust"])
     if values["weights"] is not None:
         sources.append(known_of_model(values["weights"], values["classes"]))
     return Asked(values, sources, prepared, task, set())
@@ -216,12 +223,18 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
         raise UsageError(f"{name} is {text!r}: give one number for each channel, as in 0.485,0.456,0.406") from None
 
 
-def checked_device(name: str) -> str:
-    """The name of a device that is there."""
-    from unskew.system.machine import check_device
+def key_of(path: Path | None) -> Key | None:
+    """The private key of --sign, if one is given."""
+    from unskew.files.signing import read_key
 
-    check_device(name, ("cpu", "cuda", "mps"))
-    return name
+    return None if path is None else read_key(path)
+
+
+def sites_of(folder: Path | None) -> Sites | None:
+    """The public keys of --sites, if they are given."""
+    from unskew.files.signing import read_sites
+
+    return None if folder is None else read_sites(folder)
 
 
 def note(text: str) -> None:
@@ -232,11 +245,12 @@ def note(text: str) -> None:
 # ---------------------------------------------------------------------------------------------- files
 
 
-def check_free(paths: Sequence[Path], force: bool, inputs: Iterable[Path] = ()) -> None:
+def check_free(paths: Sequence[Path], force: bool, given: Mapping[str, Any], *inputs: Path) -> None:
     """Refuse what can't be written, before any work is done: over a file, unless that is asked for; over what is to be
-    read, in any case, by whatever name; where there is no file, or no folder to write to.
+    read, these inputs or what the options that are given name, in any case, by whatever name; where there is no file,
+    or no folder to write to.
     """
-    read = list(inputs)
+    read = [*_inputs_of(given), *inputs]
     for number, path in enumerate(paths):
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is a {'folder' if path.is_dir() else 'device'}: give the name of a file")
@@ -320,7 +334,7 @@ def probe_folder(folder: Path) -> None:
     probe(folder / "records.jsonl", "choose another --out")
 
 
-def inputs_of(given: Mapping[str, Any]) -> list[Path]:
+def _inputs_of(given: Mapping[str, Any]) -> list[Path]:
     """The files and folders that options name, those of a spec such as net.py:build too."""
     names = ("model", "weights", "data", "labels", "prior", "heads", "task", "prepare", "test", "sites", "sign",
              "server", "own")  # fmt: skip

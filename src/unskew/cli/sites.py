@@ -1,7 +1,7 @@
 """The command line for real sites: `unskew stats`, `evaluate`, `inspect`.
 
 Each site runs `stats` on the common model and its own data, and sends the file that it writes. Whoever has the files
-runs `calibrate` (`cli_server`). To be sure that nothing gets worse, `calibrate --propose` writes candidate heads, and
+runs `calibrate` (`server`). To be sure that nothing gets worse, `calibrate --propose` writes candidate heads, and
 each site answers with `evaluate --heads`.
 """
 
@@ -14,20 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unskew.cli.console import bar, put_json, show, size, table_of, tell
-from unskew.cli.keys import key_of
-from unskew.cli.shared import (
-    PATH,
-    SHARE,
-    Asked,
-    asked_for,
-    check_free,
-    checked_device,
-    epilog,
-    inputs_of,
-    note,
-    options,
-)
+from unskew.cli.console import bar, put_json, short_names, show, size, table_of, tell
+from unskew.cli.shared import PATH, SHARE, Asked, asked_for, check_free, epilog, key_of, note, options, sites_of
 from unskew.errors import UsageError
 from unskew.files.writing import write_text
 
@@ -54,7 +42,7 @@ if TYPE_CHECKING:
 def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: Any) -> None:
     """On a site: write the moments of its features to a small file."""
     asked = asked_for(given)
-    check_free([out], force, inputs_of({**asked.values, "sign": sign}))
+    check_free([out], force, {**asked.values, "sign": sign})
     key = key_of(sign)
     from unskew.conversation.errands import bytes_in, collected, form_within
     from unskew.conversation.plausibility import told
@@ -128,7 +116,7 @@ def evaluate(
         raise UsageError("--sign is for the answer of --out, and --server for --heads: leave it out, or give both")
     asked = asked_for(given, free=["hold_out"], other_weights=not heads)
     if out:
-        check_free([out], force, inputs_of({**asked.values, "heads": heads, "own": own, "sign": sign}))
+        check_free([out], force, {**asked.values, "heads": heads, "own": own, "sign": sign})
     key, owner = key_of(sign), _owner(own, asked) if own else None
     from unskew.conversation.answers import check_capped
     from unskew.conversation.errands import answer_of, scores_of
@@ -157,9 +145,7 @@ def evaluate(
     if not heads and not site.fresh and (judgement := judged(Tally.of(scores["model"].confusion))).doubtful:
         right = f"{judgement.right:,} of {judgement.total:,} are right"
         note(f"{site.name}: {right}; {told(judgement, site.data.labels)}")
-    if out:
-        assert owner is not None
-        assert found is not None
+    if out and owner and found:  # all of them, or none
         statistics, most = owner
         answer = answer_of(found, scores, statistics, hold_out or 0.0)
         check_capped(out, answer, most)
@@ -223,16 +209,16 @@ def inspect_files(
     if not (files or sums):
         raise click.UsageError("give the files to inspect, or --sums, which you have written")
     from unskew.conversation.inspection import influence_of, inspected
-    from unskew.files.signing import read_sites
 
-    found = inspected(files, None if sites is None else read_sites(sites), sums)
+    found = inspected(files, sites_of(sites), sums)
     if influence:
         found["influence"] = influence_of([Path(site["file"]) for site in found["files"]])
     if as_json:
         put_json(found)
     elif found["files"]:
         _show_files(found)
-        _show_influence(found)
+        if influence:
+            _show_influence(found)
     if found["refused"]:
         tell("error: " + "\n".join(found["refused"]))
         raise click.exceptions.Exit(1)
@@ -276,8 +262,6 @@ def _sender(site: Mapping[str, Any], checked: bool) -> str:
 
 def _show_influence(found: Mapping[str, Any]) -> None:
     """How each site moves the head, on virtual examples of the others."""
-    if "influence" not in found:
-        return
     names = [row["label"] for row in found["table"]]
     table = table_of(
         "without this file", "share of examples", "change their class", "accuracy", "nearest to another class"
@@ -299,8 +283,7 @@ MOST_ROWS = 200  # of a table that anybody reads
 
 def _show_counts(found: Mapping[str, Any]) -> None:
     """The examples of each class, and on each site where there are few of either."""
-    names = [Path(site["file"]).stem for site in found["files"]]
-    names = names if len(set(names)) == len(names) else [site["file"] for site in found["files"]]
+    names = short_names([site["file"] for site in found["files"]])
     labels, counts = [row["label"] for row in found["table"]], [row["counts"] for row in found["table"]]
     few = len(names) <= FEW_SITES
     of = "files" if any(site["parts"] for site in found["files"]) else "sites"
@@ -336,16 +319,15 @@ def opened_site(asked: Asked, part: str, data: str) -> Site:
     from unskew.models.foreign import brings_weights
 
     values = asked.values
-    device = checked_device(values["device"])
-    names = ("weights", "classes", "layer", "trust", "label_column", "batch", "skip_damaged")
-    site = open_site(data, values["model"], part=part, sources=asked.sources, prepared=asked.prepared,
+    names = ("classes", "layer", "trust", "label_column", "batch", "skip_damaged")
+    site = open_site(data, values["model"], values["weights"], asked.sources, asked.prepared, part=part,
                      **{name: values[name] for name in names})  # fmt: skip
     bare = values["weights"] is None and not brings_weights(values["model"])
     for text in [*([INITIAL] if bare else []), *site.notes]:
         if text not in asked.told:
             note(text)
             asked.told.add(text)
-    return site._replace(model=site.model.to(device))
+    return site._replace(model=site.model.to(values["device"]))
 
 
 def tell_damaged(site: Site) -> None:

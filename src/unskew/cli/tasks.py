@@ -12,21 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unskew.cli.console import bar, put_json, show, size, table_of
-from unskew.cli.shared import (
-    FORMS,
-    PATH,
-    SHARE,
-    Asked,
-    Lists,
-    asked_for,
-    check_free,
-    checked_device,
-    epilog,
-    inputs_of,
-    note,
-    options,
-)
+from unskew.cli.console import bar, put_json, share_of, short_names, show, size, table_of
+from unskew.cli.shared import FORMS, PATH, SHARE, TOLD, Asked, Lists, asked_for, check_free, epilog, note, options
 from unskew.cli.sites import opened_site, tell_damaged
 from unskew.errors import UsageError
 
@@ -34,9 +21,6 @@ if TYPE_CHECKING:
     from unskew.conversation.tasks import Task
     from unskew.conversation.trials import Part, Trial
     from unskew.data.preparation import Preparation
-
-TOLD = ("model", "weights", "layer", "classes", "labels", "prepare", "image_size", "resize", "crop", "interpolation",
-        "channels", "mean", "std", "label_column", "transform")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- task
@@ -52,16 +36,13 @@ TOLD = ("model", "weights", "layer", "classes", "labels", "prepare", "image_size
 def write_task(out: Path, force: bool, **given: Any) -> None:
     """Write the one file that all sites of a calibration share."""
     asked = asked_for({**given, "task": None})
-    check_free([out], force, inputs_of(asked.values))
+    check_free([out], force, asked.values)
     from unskew.conversation.agreement import agreed_labels, agreed_preparation
-    from unskew.conversation.errands import bytes_in
-    from unskew.conversation.tasks import save, task_of
+    from unskew.conversation.tasks import save, stats_command, task_of
 
     values = asked.values
     named = agreed_labels(asked.sources)
     preparation, _ = agreed_preparation(asked.sources, asked.prepared)
-    if values["budget"]:
-        bytes_in(values["budget"])
     bare = None if values["budget"] else "pooled"
     task = task_of(
         out.parent, values["model"], values["weights"], preparation,
@@ -88,7 +69,7 @@ def write_task(out: Path, force: bool, **given: Any) -> None:
     if task.code == [task.model] and not task.files.get(task.model):
         note(f"{task.model} does not come along: each site must be able to import it")
     show(f"Send {', '.join([out.name, *task.files])} to each site, which runs:")
-    show(f"  {_stats_command(out, task)}", whole=True)
+    show(f"  {stats_command(out.name, bool(task.code))}", whole=True)
 
 
 def _check_model(values: Mapping[str, Any], preparation: Preparation, task: Task) -> None:
@@ -111,11 +92,6 @@ def _check_model(values: Mapping[str, Any], preparation: Preparation, task: Task
             f"{values['labels']} names {len(task.labels)} classes, but the model has {model.classes}: name those, or "
             f"make a new head by --classes {len(task.labels)}"
         )
-
-
-def _stats_command(task: Path, held: Task) -> str:
-    trust = " --trust" if held.code else ""
-    return f"unskew stats --task {task.name}{trust} --data ITS_DATA --out ITS_NAME.stats"
 
 
 # ---------------------------------------------------------------------------------------------- try
@@ -146,7 +122,6 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
     from unskew.conversation.trials import doubtful, form_for, part_of, trial_of
 
     values = asked.values
-    checked_device(values["device"])
     share = values["hold_out"] if values["hold_out"] is not None else (asked.task.hold_out if asked.task else 0) or 0.2
     transform = values["transform"] or "identity"
     parts: dict[str, Part] = {}
@@ -182,19 +157,15 @@ def _show_trial(trial: Trial, test: str | None, share: float) -> None:
     from unskew.conversation.heads_file import OLD
 
     few = len(trial.sites) <= FEW
-    names = [Path(name).stem or name for name in trial.sites]
-    names = names if len(set(names)) == len(names) else list(trial.sites)
-    heads = trial.whole.right
-    first = [f"{test} (%)"] if test else ["all sites (%)"]
-    table = table_of("head", *first, *([f"{name} (%)" for name in names] if few else ["lowest site (%)"]),
-                     "a site sends")  # fmt: skip
-    for head in heads:
-        own = [100 * counts.accuracy(head) if counts.total else None for counts in trial.sites.values()]
-        known = [value for value in own if value is not None]
-        shown = own if few else [min(known, default=None)]
+    each = [f"{name} (%)" for name in short_names(trial.sites)] if few else ["lowest site (%)"]
+    table = table_of("head", f"{test or 'all sites'} (%)", *each, "a site sends")
+    for head in trial.whole.right:
+        own = list(trial.sites.values())
+        if not few:
+            own = sorted(own, key=lambda counts: counts.accuracy(head) if counts.total else 2)[:1]
         table.add_row(
             "as it is" if head == OLD else head, f"{100 * trial.whole.accuracy(head):.2f}",
-            *("·" if value is None else f"{value:.2f}" for value in shown),
+            *(share_of(counts.right[head], counts.total) for counts in own),
             size(trial.bytes[head]) if head in trial.bytes else "·",
         )  # fmt: skip
     show(table)
@@ -226,7 +197,8 @@ def _verdict(trial: Trial) -> str:
 def _show_next(asked: Asked, trial: Trial) -> None:
     """The commands that do it for real."""
     from unskew.conversation.heads_file import OLD
-    from unskew.conversation.tasks import is_code
+    from unskew.conversation.model_file import is_code
+    from unskew.conversation.tasks import stats_command
 
     best = trial.best
     if trial.whole.right.get(OLD, -1) >= trial.whole.right[best]:
@@ -241,10 +213,10 @@ def _show_next(asked: Asked, trial: Trial) -> None:
         form = trial.forms[best]
         more = [] if form == "pooled" else ["--form", form]
         show(f"  you        unskew task {' '.join([*words, *more])} --out {path}", whole=True)
-    trust = f"--task {path}{' --trust' if code else ''}"
-    show(f"  each site  unskew stats {trust} --data ITS_DATA --out ITS_NAME.stats", whole=True)
+    show(f"  each site  {stats_command(path, code)}", whole=True)
+    task = f"--task {path}{' --trust' if code else ''}"
     makes = f"--calibrator {best} --out calibrated.safetensors"
-    show(f"  you        unskew calibrate {trust} --stats *.stats {makes}", whole=True)
+    show(f"  you        unskew calibrate {task} --stats *.stats {makes}", whole=True)
 
 
 def _plain(trial: Trial) -> dict[str, Any]:

@@ -8,7 +8,7 @@ otherwise, or its classes in another order, is wrong without a sign.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -108,32 +108,28 @@ def apart(name: str, said: Mapping[str, Any]) -> str:
     >>> apart("inputs", {"a": "float32[3]", "b": "float32[9]", "c": "float32[3]", "d": None})
     'b has the inputs float32[9], the 2 others that say it float32[3]'
     """
-    groups: list[tuple[Any, list[str]]] = []
+    groups: dict[Any, list[str]] = {}
     for file, value in said.items():
-        same = next((files for other, files in groups if _same(name, value, other)), None)
-        if value is not None and same is None:
-            groups.append((value, [file]))
-        elif same is not None:
-            same.append(file)
+        if value is not None:
+            same = next((other for other in groups if _same(name, value, other)), value)
+            groups.setdefault(same, []).append(file)
     if len(groups) < 2:
         return ""
-    groups.sort(key=lambda group: -len(group[1]))
-    (common, most), (other, files), *_ = groups
+    (common, most), (other, files), *more = sorted(groups.items(), key=lambda group: -len(group[1]))
     columns = " (tables whose columns have other names, or another order)" if "columns:" in str(common) else ""
-    if len(most) == len(files):
-        return f"{_few(files)} has the {name} {_short(other)}, {_few(most)} {_short(common)}{columns}"
-    odd = [file for _, some in groups[1:] for file in some]
-    verb = "has" if len(odd) == 1 else "have"
-    return (
-        f"{_few(odd)} {verb} the {name} {_short(other)}, the {len(most)} others that say it {_short(common)}{columns}"
-    )
+    verb, others = "has", few(most)
+    if len(most) > len(files):
+        files = [*files, *(file for _, some in more for file in some)]
+        verb, others = "has" if len(files) == 1 else "have", f"the {len(most)} others that say it"
+    return f"{few(files)} {verb} the {name} {_short(other)}, {others} {_short(common)}{columns}"
 
 
 def _same(name: str, value: Any, other: Any) -> bool:
     return value == other or (name == "inputs" and value is not None and alike(*map(_cast, (value, other))))
 
 
-def _few(files: list[str]) -> str:
+def few(files: Sequence[str]) -> str:
+    """The first of some names."""
     return ", ".join(files[:5]) + (", ..." if len(files) > 5 else "")
 
 
@@ -150,11 +146,7 @@ def check_known(found: Known, sources: Iterable[Known]) -> None:
             here, there = f"in {found.where}", f"in {source.where}"
             apart = difference(found.preparation, source.preparation, here, there)
             _refuse(apart, f"Let all be prepared as {source.where} says, or begin anew with another preparation")
-        if (
-            found.inputs is not None
-            and source.inputs is not None
-            and not alike(*map(_cast, (found.inputs, source.inputs)))
-        ):
+        if None not in (found.inputs, source.inputs) and not _same("inputs", found.inputs, source.inputs):
             raise DataError(
                 f"{found.where} gives the model {found.inputs}, but {source.where} was made with {source.inputs}: "
                 "prepare the data in the same way"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from unskew.files.signing import Key, Signed, Sites, check_senders, is_name, is_
 from unskew.files.untrusted import Content, Source, parse_json, read_bytes
 from unskew.statistics.file import counts_of
 from unskew.statistics.fingerprints import Part
-from unskew.statistics.header import read_header
+from unskew.statistics.header import Header, read_header
 
 VERSION = 1
 MOST = 2**53  # examples that a site can have counted: float64 holds them exactly
@@ -138,13 +138,11 @@ def owners_of(files: Iterable[Path], parts: Iterable[Part]) -> dict[str, Owner]:
         header = read_header(path)
         count, held = counts_of(path)
         held = torch.zeros_like(count) if held is None else held
-        sizes = [(part.digest, part.site, f"{path.name} {part.digest[:8]}", part.examples, part.held_out)
-                 for part in header.parts]  # fmt: skip
-        for digest, site, name, examples, examples_held in sizes or [
-            (header.digest, header.site, path.name, header.examples, header.held_out)
-        ]:
-            if digest in used:
-                found[digest] = Owner(site or name, site, count, held, examples, examples_held or 0)
+        owners: Sequence[Part | Header] = header.parts or [header]
+        for own in owners:
+            name = own.site or (f"{path.name} {own.digest[:8]}" if header.parts else path.name)
+            if own.digest in used:
+                found[own.digest] = Owner(name, own.site, count, held, own.examples, own.held_out or 0)
     return found
 
 
@@ -227,9 +225,6 @@ def counts_in(answer: Answer, heads: Heads) -> Counts:
 
 def added(answers: Iterable[Counts]) -> Counts:
     """The answers of several sites together."""
-    first, *rest = answers
-    right, total = dict(first.right), first.total
-    for each in rest:
-        right = {name: value + each.right[name] for name, value in right.items()}
-        total = total + each.total
-    return Counts(right, total)
+    every = list(answers)
+    right = {name: torch.stack([each.right[name] for each in every]).sum(0) for name in every[0].right}
+    return Counts(right, torch.stack([each.total for each in every]).sum(0))

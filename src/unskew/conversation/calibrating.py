@@ -74,6 +74,12 @@ def odd(seen: Sequence[Summary], accept: Sequence[str], labels: tuple[str, ...] 
     return [doubt.named(labels) for doubt in doubts]
 
 
+def absent_in(stats: FeatureStats) -> list[str]:
+    """The classes of which nobody has examples, by their names or else their numbers."""
+    absent, labels = (stats.count == 0).nonzero().flatten().tolist(), stats.origin.labels
+    return [str(label) if labels is None else labels[label] for label in absent]
+
+
 class Material(NamedTuple):
     """What heads are made from."""
 

@@ -4,8 +4,7 @@ heads get right. Functions of a model and batches: they know of no files.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from unskew.conversation.answers import Answer
 from unskew.conversation.heads_file import Heads
 from unskew.conversation.plausibility import Judgement, Watch, judged
-from unskew.errors import DataError, UsageError
+from unskew.errors import DataError, UsageError, retold
 from unskew.files.limits import amount
 from unskew.models.evaluate import Scores, scored
 from unskew.models.networks import Split, evaluating, linear
@@ -44,7 +43,7 @@ def collected(
     `name` is what the data are called.
     """
     watch = None if fresh else Watch(model.classifier, model.classes)
-    with _naming(name):
+    with retold(DataError, lambda text: text if name in text else f"{name}: {text}"):
         stats = collect(model, batches, model.classes, form, transform, held_out=hold_out, origin=origin,
                         watch=watch).to("cpu")  # fmt: skip
     if not stats.count.sum() > 0:
@@ -76,15 +75,6 @@ def answer_of(heads: Heads, scores: Mapping[str, Scores], statistics: str, hold_
     right = {name: score.confusion.diagonal().tolist() for name, score in scores.items()}
     total = next(iter(scores.values())).confusion.sum(1).tolist()
     return Answer(heads.digest, statistics, heads.signed.nonce, bool(hold_out), total, right)
-
-
-@contextlib.contextmanager
-def _naming(data: str) -> Iterator[None]:
-    """Name the data in what is refused of them."""
-    try:
-        yield
-    except DataError as error:
-        raise DataError(str(error) if data in str(error) else f"{data}: {error}") from None
 
 
 # ---------------------------------------------------------------------------------------------- budgets

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from unskew.conversation.agreement import Known, apart, check_known, images_of
+from unskew.conversation.agreement import Known, apart, check_known, few, images_of
 from unskew.conversation.model_file import Opened, open_model
 from unskew.conversation.tasks import Task, check_header
 from unskew.data.preparation import Preparation
@@ -172,5 +172,5 @@ def _check_weights(digests: set[str], known: Mapping[Path, Header], spec: str, w
     strange = [str(path) for path, header in known.items() if header.origin.weights not in (None, *digests)]
     if strange:
         hint = "" if weights else "; without --weights, the model must be built the same everywhere"
-        raise UsageError(f"{', '.join(strange[:5])}{', ...' if len(strange) > 5 else ''}: collected with other weights "
+        raise UsageError(f"{few(strange)}: collected with other weights "
                          f"than {weights or spec}: collect again{hint}")  # fmt: skip

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unskew.calibration.influence import influences
+from unskew.conversation.agreement import few
 from unskew.errors import DataError
 from unskew.files.signing import Sites, check_signed
 from unskew.statistics.doubts import dominating, doubts_of
@@ -22,46 +23,48 @@ NAMED = 20  # classes in a warning
 LEANING = 1.0  # skewness from which features are far from Gaussian
 
 
+class _Read(NamedTuple):
+    """A file that is none of those that are refused."""
+
+    path: Path
+    header: Header
+    stats: FeatureStats
+
+
 def inspected(files: Sequence[Path], sites: Sites | None = None, sums: Sequence[Path] = ()) -> dict[str, Any]:
     """Each file's header, the examples of each class in each file, warnings, and why damaged files are refused, and
     those that `sites` have not signed. `sums` are this server's own, which no site signs.
     """
-    files = [*files, *sums]
-    headers, found, refused = list[Header](), list[FeatureStats](), dict[Path, str]()
-    seen: list[Summary] = []
-    for path in files:
+    found, refused, seen = list[_Read](), dict[Path, str](), list[Summary]()
+    for path in (*files, *sums):
         try:
             header = read_header(path)
             if path in sums or sites is not None:
                 check_role(path, header, path in sums)
             if sites is not None and path not in sums:
                 check_signed(path, header.signed, sites)
-            found.append(load(path, CHEAP.get(header.form), None if header.parts else seen.append))
-            headers.append(header)
+            stats = load(path, CHEAP.get(header.form), None if header.parts else seen.append)
+            found.append(_Read(path, header, stats))
         except DataError as error:
             refused[path] = str(error)
-    files = [path for path in files if path not in refused]
-    if not files:
+    if not found:
         return {"files": [], "table": [], "warnings": [], "doubts": [], "refused": list(refused.values())}
-    classes = max(header.classes for header in headers)
-    names = next((header.origin.labels for header in headers if header.origin.labels), None)
+    classes = max(header.classes for _, header, _ in found)
+    names = next((header.origin.labels for _, header, _ in found if header.origin.labels), None)
     label = [names[number] if names and number < len(names) else str(number) for number in range(classes)]
-    columns = [[*map(int, stats.count.tolist()), *[0] * (classes - stats.classes)] for stats in found]
+    columns = [[*map(int, stats.count.tolist()), *[0] * (classes - stats.classes)] for _, _, stats in found]
     counts = [list(row) for row in zip(*columns, strict=True)]
     doubts = doubts_of(seen)
     return {
-        "files": [
-            _file(path, header, stats, sites is not None and path not in sums)
-            for path, header, stats in zip(files, headers, found, strict=True)
-        ],
+        "files": [_file(*one, sites is not None and one.path not in sums) for one in found],
         "table": [{"label": name, "counts": row} for name, row in zip(label, counts, strict=True)],
         "doubts": [doubt._asdict() for doubt in doubts],
         "warnings": [
             *(doubt.named(names) for doubt in doubts),
-            *_of_sorts(files, headers),
-            *_of_copies(files, found),
-            *_of_counts(files, headers, label, counts),
-            *_of_shape(files, found),
+            *_of_sorts(found),
+            *_of_copies(found),
+            *_of_counts(found, label, counts),
+            *_of_shape(found),
         ],
         "refused": list(refused.values()),
     }
@@ -90,10 +93,10 @@ def _file(path: Path, header: Header, stats: FeatureStats, checked: bool) -> dic
     }  # fmt: skip
 
 
-def _of_sorts(files: Sequence[Path], headers: Sequence[Header]) -> list[str]:
+def _of_sorts(found: Sequence[_Read]) -> list[str]:
     """Files that can't be added to the first."""
-    first, warnings = headers[0], []
-    for path, header in list(zip(files, headers, strict=True))[1:]:
+    (place, first, _), warnings = found[0], []
+    for path, header, _ in found[1:]:
         differ = [
             name for name in ("classes", "dimension", "transform") if getattr(header, name) != getattr(first, name)
         ]
@@ -101,24 +104,24 @@ def _of_sorts(files: Sequence[Path], headers: Sequence[Header]) -> list[str]:
             if first.origin.contradicts(header.origin, name):
                 differ.append({"weights": "weights behind the features", "nonce": "task"}.get(name, name))
         if (header.origin.labels is None) != (first.origin.labels is None):
-            warnings.append(f"of {path} and {files[0]} only one names its classes: make sure that they mean the same")
+            warnings.append(f"of {path} and {place} only one names its classes: make sure that they mean the same")
         if (header.held_out is None) != (first.held_out is None):
             differ.append("held-out part")
         if differ:
-            warnings.append(f"{path} has other {', '.join(differ)} than {files[0]}: they can't be added")
+            warnings.append(f"{path} has other {', '.join(differ)} than {place}: they can't be added")
         if header.form != first.form:
             warnings.append(
-                f"{path} is of form {header.form}, {files[0]} of form {first.form}: only what both have is used"
+                f"{path} is of form {header.form}, {place} of form {first.form}: only what both have is used"
             )
     return warnings
 
 
-def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
+def _of_copies(found: Sequence[_Read]) -> list[str]:
     """Files of the same data, and parts of sums that are there themselves or in another sum."""
     warnings: list[str] = []
     known: dict[str, list[tuple[Part, Path]]] = {}  # by their counts
     signers: dict[str, list[Path]] = {}
-    for path, stats in zip(files, found, strict=True):
+    for path, _, stats in found:
         names = dict.fromkeys(own.site for own in stats.parts if own.site)
         signed = dict.fromkeys(other for name in names for other in signers.get(name, []))
         warnings += [f"{path} is signed by the same site as {other}: leave one out" for other in signed]
@@ -136,28 +139,25 @@ def _of_copies(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str
     return warnings
 
 
-def _of_counts(
-    files: Sequence[Path], headers: Sequence[Header], label: list[str], counts: list[list[int]]
-) -> list[str]:
-    own = {str(path): header.examples for path, header in zip(files, headers, strict=True) if not header.parts}
-    warnings = dominating(own)
-    for path, site in zip(files, zip(*counts, strict=True), strict=True):
-        if not sum(site):
-            warnings.append(f"{path} holds no examples")
+def _of_counts(found: Sequence[_Read], label: list[str], counts: list[list[int]]) -> list[str]:
+    warnings = dominating({str(path): header.examples for path, header, _ in found if not header.parts})
+    warnings += [f"{path} holds no examples" for path, _, stats in found if not stats.count.sum()]
     alone: dict[Path, list[str]] = {}
     for name, row in zip(label, counts, strict=True):
         most = max(range(len(row)), key=row.__getitem__)
-        if len(files) > 1 and sum(map(bool, row)) == 1 and not headers[most].parts:
-            alone.setdefault(files[most], []).append(name)
+        if len(found) > 1 and sum(map(bool, row)) == 1 and not found[most].header.parts:
+            alone.setdefault(found[most].path, []).append(name)
     for path, names in alone.items():
         warnings.append(f"{path} alone has class {_few(names)}: what is said of it is said of that site")
     absent = [name for name, row in zip(label, counts, strict=True) if not sum(row)]
     if absent:
         warnings.append(f"no file has examples of class {_few(absent)}: a new classifier can't know it")
-    few = [name for name, row in zip(label, counts, strict=True) if 0 < sum(row) <= headers[0].dimension]
-    if few and headers[0].form == "class":
+    first = found[0].header
+    rare = [name for name, row in zip(label, counts, strict=True) if 0 < sum(row) <= first.dimension]
+    if rare and first.form == "class":
         warnings.append(
-            f"class {_few(few)}: no more examples than features, so the covariance is singular; ffc and lda do not mind"
+            f"class {_few(rare)}: no more examples than features, so the covariance is singular; ffc and lda do not "
+            "mind"
         )
     return warnings
 
@@ -168,13 +168,12 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _of_shape(files: Sequence[Path], found: Sequence[FeatureStats]) -> list[str]:
-    leaning = {path: stats.skewness for path, stats in zip(files, found, strict=True)}
-    far = {path: lean for path, lean in leaning.items() if lean is not None and abs(lean) > LEANING}
+def _of_shape(found: Sequence[_Read]) -> list[str]:
+    leaning = {path: stats.skewness for path, _, stats in found}
+    far = [f"{path} ({lean:.1f})" for path, lean in leaning.items() if lean is not None and abs(lean) > LEANING]
     if not far:
         return []
-    told = ", ".join(f"{path} ({lean:.1f})" for path, lean in list(far.items())[:5]) + (", ..." if len(far) > 5 else "")
     return [
-        f"features are not Gaussian, as ccvr, lda and gnb assume (skewness, of a Gaussian 0): {told}. ffc assumes "
+        f"features are not Gaussian, as ccvr, lda and gnb assume (skewness, of a Gaussian 0): {few(far)}. ffc assumes "
         "nothing; --transform relu-tukey:0.5 makes features more Gaussian"
     ]

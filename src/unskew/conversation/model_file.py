@@ -193,8 +193,13 @@ def file_of_run(folder: Path) -> Path:
     raise UsageError(f"{folder} holds no run: give the folder of one, or a model's file")
 
 
+def is_code(model: str) -> bool:
+    """Whether the spec of a model names code that is neither Unskew's nor that of a library that it knows."""
+    return model.endswith(".pt2") or is_own(model)
+
+
 def _check_trusted(file: Path, spec: str, trust: bool) -> None:
-    if (is_own(spec) or spec.endswith(".pt2")) and not trust:
+    if is_code(spec) and not trust:
         raise UsageError(
             f"{file} names code that would run here: {spec}. Read it; if you trust whoever wrote that, add --trust "
             "(trust=True)"
@@ -323,7 +328,10 @@ def save_model(path: Path, model: Split, source: Opened, origin: Origin, calibra
     """Write a model's weights under the names of the module it was cut from, with what it takes to use them; returns
     the weights as they were written. `source` is what it was made from.
     """
-    layer = _layer_of(source.module) if isinstance(source.module, Split) else model.layer
+    layer = model.layer
+    if isinstance(source.module, Split):
+        end = linear(source.module.classifier)
+        layer = next(name for name, part in source.module.named_modules() if part is end)
     spec = source.spec if source.method is not None or source.spec is None else without_folders(source.spec)
     about = About(spec, source.method, layer, linear(model.classifier).out_features, front_of(model.classifier),
                   isinstance(linear(model.classifier), NormalisedLinear), calibrator,
@@ -331,11 +339,6 @@ def save_model(path: Path, model: Split, source: Opened, origin: Origin, calibra
     tree = rejoined(model, source.module)
     save_sealed(path, tree, {"model": json.dumps(asdict(about))})
     return tree
-
-
-def _layer_of(model: Split) -> str:
-    end = linear(model.classifier)
-    return next(name for name, part in model.named_modules() if part is end)
 
 
 def write_model(path: Path, model: Split, source: Opened, calibrator: str, origin: Origin) -> str:

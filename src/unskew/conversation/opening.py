@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from unskew.conversation.agreement import Known, agreed_labels, agreed_preparation, check_known
-from unskew.conversation.model_file import known_of_model, located, open_model
+from unskew.conversation.model_file import open_model
 from unskew.data.preparation import Preparation
 from unskew.data.sites import SiteData, site_data
 from unskew.errors import DataError, UnskewError, UsageError
@@ -21,7 +21,6 @@ from unskew.specs import is_own
 from unskew.statistics.origin import Origin
 
 LISTED = 12  # classes of which all names are told
-Progress = Callable[[int], None]  # is told of so many examples that have gone by
 
 
 class Site(NamedTuple):
@@ -41,47 +40,34 @@ class Site(NamedTuple):
         known = labels if labels is not None and len(labels) == self.model.classes else None
         return Origin(labels=known, preparation=None if preparation is None else str(preparation))
 
-    def batches(self, device: str = "cpu", progress: Progress | None = None) -> Iterator[tuple[Any, Tensor]]:
-        """Its batches, on a device; labels that the model does not have are refused."""
+    def batches(self, device: str, progress: Callable[[int], None]) -> Iterator[tuple[Any, Tensor]]:
+        """Its batches, on a device; labels that the model does not have are refused. `progress` is told of so many
+        examples that have gone by.
+        """
         classes = self.model.classes
         for x, y in self.data.batches():
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
                 span = f"{int(y.min())}..{int(y.max())}"
                 raise DataError(f"{self.name}: labels lie in {span}, but the model has {classes} classes")
             yield each(lambda value: value.to(device), x), y.to(device)
-            if progress is not None:
-                progress(len(y))
+            progress(len(y))
 
 
 def open_site(
-    data: str,
-    model: str,
-    *,
-    part: str = "train",
-    weights: Path | None = None,
-    classes: int | None = None,
-    layer: str | None = None,
-    trust: bool = False,
-    sources: Sequence[Known] = (),
-    prepared: Mapping[str, Any] | None = None,
-    label_column: str | None = None,
-    batch: int = 64,
-    skip_damaged: bool = False,
-) -> Site:
+    data: str, model: str, weights: Path | None, sources: Sequence[Known], prepared: Mapping[str, Any], *, part: str,
+    classes: int | None, layer: str | None, trust: bool, label_column: str | None, batch: int, skip_damaged: bool,
+) -> Site:  # fmt: skip
     """Open the data that `data` names and the model, and cut it; see `sites.site_data` and `open_model`.
 
     `sources` say what the classes are called and how inputs are prepared, `prepared` gives fields of a `Preparation`
     beside them: what contradicts itself is refused.
     """
-    model, weights = located(model, weights, trust)
-    if weights is not None and str(weights) not in [source.where for source in sources]:
-        sources = [*sources, known_of_model(weights, classes)]
     named = agreed_labels(sources)
-    preparation, where = agreed_preparation(sources, prepared or {})
+    preparation, where = agreed_preparation(sources, prepared)
     notes = []
     if where is not None and is_own(data):
         notes.append(f"{data} prepares inputs itself: it must do what {where} says, {_said(preparation)}")
-        preparation, where = Preparation(**(prepared or {})), None
+        preparation, where = Preparation(**prepared), None
     elif where is not None and preparation not in (Preparation(), Preparation(preparation.numbers)):
         notes.append(f"inputs are prepared as {where} says: {_said(preparation)}")
     with _told_by(where, preparation):
@@ -94,15 +80,16 @@ def open_site(
         raise DataError(f"{data}: there are no examples")
     x, y = first
     check_known(Known(data, None, found.preparation, described(x, len(y))), sources)
-    found_model = open_model(model, weights, classes=classes, layer=layer, trust=trust, example=first_of(x, len(y)))
-    cut, fresh = found_model.model, found_model.fresh
+    few = each(lambda value: value[:2] if len(value) == len(y) else value, x)  # to see what the model does
+    opened = open_model(model, weights, classes=classes, layer=layer, trust=trust, example=few)
+    cut = opened.model
     if found.classes is not None and found.classes != cut.classes:
         raise UsageError(
             f"{data if named is None else named.where} has {found.classes} classes, but the model has {cut.classes}: "
             f"name the model's classes by --labels names.txt, or make a new head by --classes {found.classes}"
         )
     notes += [f"{data}: left out are {', '.join(map(str, found.left_out))}"] if found.left_out else []
-    return Site(data, found, cut, fresh, _order(data, found, named, cut.classes), tuple(notes))
+    return Site(data, found, cut, opened.fresh, _order(data, found, named, cut.classes), tuple(notes))
 
 
 def _said(preparation: Preparation) -> str:
@@ -134,11 +121,6 @@ def _order(data: str, found: SiteData, named: Known | None, classes: int) -> str
         if found.assumed and sorted(names) != names:
             source += "; a model trained with torchvision's ImageFolder has them sorted as text: give --labels then"
     return f"{', '.join(shown)} ({len(names)}, {source})"
-
-
-def first_of(x: Any, examples: int) -> Any:
-    """Two of some examples, to see what a model does."""
-    return each(lambda value: value[:2] if len(value) == examples else value, x)
 
 
 def rows_of(x: Any, rows: Tensor) -> Any:

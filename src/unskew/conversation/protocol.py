@@ -31,6 +31,7 @@ from unskew.conversation.calibrating import (
     Plan,
     Seed,
     Validation,
+    absent_in,
     make_head,
     odd,
     plan_for,
@@ -38,7 +39,7 @@ from unskew.conversation.calibrating import (
     validate,
 )
 from unskew.conversation.errands import Batches, answer_of, collected, form_within, scores_of
-from unskew.conversation.heads_file import Heads, heads_bytes
+from unskew.conversation.heads_file import heads_bytes
 from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Bytes, Late, Require, Roster, Sent, Taken, needed
 from unskew.conversation.tasks import Task, check_header
@@ -212,7 +213,18 @@ def serve(
     proposal = propose(calibrator, material, model.classifier, seed)
     request = Candidates(heads_bytes(model, proposal.heads, proposal.stats, fresh, key, task.hold_out))
     del proposal
-    hearing = _Hearing(request.heads(model), model.classes, gathering.owners, keys)
+    heads, answers = request.heads(model), dict[str, Counts]()
+
+    def answer(site: str, sent: Taken) -> None:
+        """Take a site's answer, or refuse it."""
+        if not isinstance(sent, Answer):
+            raise Late(f"{site}: statistics, which came too late to be added")
+        if keys is not None:
+            check_signed(site, sent.signed, keys)
+        own = {digest: owner for digest, owner in gathering.owners.items() if owner.name == site}
+        check_answer(site, sent, heads, model.classes, own)
+        answers[site] = counts_in(sent, heads)
+
     if not gathering.owners:
         raise UsageError("statistics of this process have no digest that answers could name: give validated=False")
     idle = [owner.name for owner in gathering.owners.values() if not owner.examples_held_out]
@@ -221,11 +233,11 @@ def serve(
         raise DataError("no site has held out an example to score heads on: raise hold_out, or give validated=False")
     second = Roster("answers", asked, idle)
     replies = yield replace(request, sites=second.expected)
-    _hear(second, replies, hearing.add)
+    _hear(second, replies, answer)
     second.check(require)
-    found = validate(hearing.counts, mix)
+    found = validate(answers, mix)
     notes = (*gathering.notes, *(_alone(site, other) for site, other in found.deciding.items()))
-    chosen = with_classifier(model, hearing.heads.modules[found.best])
+    chosen = with_classifier(model, heads.modules[found.best])
     return Result(chosen, found.best, material.stats, (roster, second), found, notes)
 
 
@@ -365,29 +377,10 @@ class _Gathering:
         if self.robust:
             total = replace(robust_sum(self.each), parts=total.parts)
             self.each = []
-        absent = (total.count == 0).nonzero().flatten().tolist()
-        names = [str(label) if total.origin.labels is None else total.origin.labels[label] for label in absent]
-        told += [f"no site has examples of class {', '.join(names)}: the new classifier can't know it"] if names else []
+        if absent := absent_in(total):
+            told.append(f"no site has examples of class {', '.join(absent)}: the new classifier can't know it")
         self.notes = tuple(told)
         return Material(total.to(device), [each.to(device) for each in self.each], prior)
-
-
-class _Hearing:
-    """Answers to candidate heads."""
-
-    def __init__(self, heads: Heads, classes: int, owners: Mapping[str, Owner], keys: Sites | None) -> None:
-        self.heads, self.classes, self.owners, self.keys = heads, classes, owners, keys
-        self.counts: dict[str, Counts] = {}
-
-    def add(self, site: str, sent: Taken) -> None:
-        """Take a site's answer, or refuse it."""
-        if not isinstance(sent, Answer):
-            raise Late(f"{site}: statistics, which came too late to be added")
-        if self.keys is not None:
-            check_signed(site, sent.signed, self.keys)
-        own = {digest: owner for digest, owner in self.owners.items() if owner.name == site}
-        check_answer(site, sent, self.heads, self.classes, own)
-        self.counts[site] = counts_in(sent, self.heads)
 
 
 # ---------------------------------------------------------------------------------------------- carrying

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from unskew.conversation.agreement import few
 from unskew.conversation.errands import bytes_in
+from unskew.conversation.model_file import is_code
 from unskew.data.preparation import Preparation
 from unskew.errors import DECAY, Allowed, DataError, UsageError, check_number, expect, lookup
 from unskew.files.checksums import checksum_of
@@ -23,7 +25,6 @@ from unskew.files.signing import is_nonce, new_nonce
 from unskew.files.untrusted import Content, Source, read_toml, reading
 from unskew.files.writing import write_text
 from unskew.models.transforms import Transform
-from unskew.specs import is_own
 from unskew.statistics.header import PRECISIONS, Header
 from unskew.statistics.moments import FORMS
 
@@ -130,11 +131,6 @@ class Task:
         return _read(Content(where, content))
 
 
-def is_code(model: str) -> bool:
-    """Whether the spec of a model names code that is neither Unskew's nor that of a library that it knows."""
-    return model.endswith(".pt2") or is_own(model)
-
-
 def file_in(model: str) -> str | None:
     """The file that the spec of a model can name: code, a program, or the configuration in a folder."""
     source, _, rest = model.partition(":")
@@ -206,6 +202,11 @@ def save(task: Task, path: Path) -> None:
     write_text(path, _toml_of(task, path.name))
 
 
+def stats_command(file: object, code: bool) -> str:
+    """What a site types for the task of a file, which may bring code."""
+    return f"unskew stats --task {file}{' --trust' if code else ''} --data ITS_DATA --out ITS_NAME.stats"
+
+
 def _toml_of(task: Task, file: str) -> str:
     values = {name: getattr(task, name) for fields in SECTIONS.values() for name in fields}
     values |= {
@@ -213,10 +214,9 @@ def _toml_of(task: Task, file: str) -> str:
         "preparation": str(task.preparation) or None,
         "hold_out": task.hold_out or None,
     }
-    trust = " --trust" if task.code else ""
     lines = [
         "# A task of Unskew: what all sites of a calibration share. Each site puts it beside the files named below and",
-        f"# runs: unskew stats --task {file}{trust} --data ITS_DATA --out ITS_NAME.stats",
+        f"# runs: {stats_command(file, bool(task.code))}",
         f"version = {VERSION}",
         f"nonce = {_toml(task.nonce)}  # of this task alone",
     ]
@@ -271,10 +271,8 @@ def _fields(held: dict[str, Any]) -> dict[str, Any]:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise DataError(f"{name} is {value!r}; it must be {_KINDS[kind if isinstance(kind, type) else float]}")
             values[name] = value
-    if "labels" in values:
-        if not all(isinstance(name, str) for name in values["labels"]):
-            raise DataError("labels must be a list of names")
-        values["labels"] = tuple(values["labels"])
+    if not all(isinstance(name, str) for name in values.get("labels", ())):
+        raise DataError("labels must be a list of names")
     if "preparation" in values:
         values["preparation"] = Preparation.parse(values["preparation"]).canonical()
     return values
@@ -348,7 +346,7 @@ def _check_whole(folder: Path, listed: set[str], task: Path) -> None:
     more = sorted(one.name for one in there if one.name not in listed and one.resolve() != task.resolve())
     if more:
         raise DataError(
-            f"{folder} holds {', '.join(more[:5])}{', ...' if len(more) > 5 else ''}, which {task} does not name, and "
+            f"{folder} holds {few(more)}, which {task} does not name, and "
             "transformers would read it: remove it, or ask for a task that names it"
         )
 

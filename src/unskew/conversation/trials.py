@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from unskew.calibration.selection import BEST, calibrator_of, calibrators, candidates
+from unskew.conversation.errands import Batches
 from unskew.conversation.heads_file import OLD
 from unskew.conversation.opening import rows_of
 from unskew.conversation.plausibility import Judgement, Tally, Watch, judged, tallied
@@ -27,8 +28,6 @@ from unskew.statistics.origin import Origin
 
 VIRTUAL = 50_000  # virtual features that CCVR draws in a trial, at most
 LARGEST = 2**31  # bytes of all statistics of the class form, from which on a trial takes the pooled one
-
-Batches = Iterable[tuple[Any, Tensor]]
 
 
 class Part(NamedTuple):

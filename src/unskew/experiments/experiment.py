@@ -16,17 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import (
-    ANY,
-    COUNT,
-    NOT_NEGATIVE,
-    PART,
-    POSITIVE,
-    Allowed,
-    UsageError,
-    check_number,
-    lookup,
-)  # fmt: skip
+from unskew.errors import ANY, COUNT, NOT_NEGATIVE, PART, POSITIVE, Allowed, UsageError, check_number, lookup, retold
 from unskew.files import untrusted as files
 from unskew.files.writing import digest
 from unskew.specs import named, names_code
@@ -35,11 +25,6 @@ from unskew.training.settings import RULES
 
 def _about(default: Any, text: str, allowed: Allowed = ANY) -> Any:
     return field(default=default, metadata={"help": text, "allowed": allowed})
-
-
-def _setting(name: str, default: Any, text: str) -> Any:
-    """A field that is a setting of the training, whose numbers have rules of their own."""
-    return _about(default, text, RULES[name])
 
 
 @dataclass(frozen=True)
@@ -74,15 +59,15 @@ class Experiment:
     method: str = _about(
         "fedavg", "training method, such as fedprox:mu=0.01 or fednova+on_sphere, or file.py:function of your own"
     )
-    rounds: int = _setting("rounds", 20, "rounds of training")
-    epochs: int = _setting("epochs", 10, "passes over its data that a client makes in a round")
-    steps: int | None = _setting("steps", None, "SGD steps of a client in a round, instead of epochs")
-    batch: int = _setting("batch", 64, "examples in a batch; a client that has fewer repeats them")
-    lr: float = _setting("lr", 0.01, "learning rate of the clients")
-    momentum: float = _setting("momentum", 0.9, "momentum of the clients' SGD")
-    weight_decay: float = _setting("weight_decay", 1e-5, "weight decay of the clients' SGD")
+    rounds: int = _about(20, "rounds of training", RULES["rounds"])
+    epochs: int = _about(10, "passes over its data that a client makes in a round", RULES["epochs"])
+    steps: int | None = _about(None, "SGD steps of a client in a round, instead of epochs", RULES["steps"])
+    batch: int = _about(64, "examples in a batch; a client that has fewer repeats them", RULES["batch"])
+    lr: float = _about(0.01, "learning rate of the clients", RULES["lr"])
+    momentum: float = _about(0.9, "momentum of the clients' SGD", RULES["momentum"])
+    weight_decay: float = _about(1e-5, "weight decay of the clients' SGD", RULES["weight_decay"])
     schedule: str = _about("constant", "learning rate over the rounds: constant, cosine or multistep")
-    fraction: float = _setting("fraction", 1.0, "share of the clients that train in a round")
+    fraction: float = _about(1.0, "share of the clients that train in a round", RULES["fraction"])
     augment: bool = _about(False, "random crops (reflect-padded by 4) and horizontal flips of the training images")
     calibrate: str = _about(
         "auto", "calibrations of the trained model, by commas; auto: ccvr,ffc,oracle, but none beside personal models"
@@ -127,12 +112,10 @@ class Experiment:
     @classmethod
     def of(cls, values: Mapping[str, Any], source: str) -> Experiment:
         """An experiment from plain values; unknown names, wrong types and wrong values are refused by their source."""
-        try:
+        with retold(UsageError, lambda text: f"{source}: {text}"):
             for name in values:
                 lookup("option", _key(name), types_of_fields())
             return cls(**{_key(name): value for name, value in values.items()})
-        except UsageError as error:
-            raise UsageError(f"{source}: {error}") from None
 
     @classmethod
     def read(cls, path: str | Path, trust: bool = False) -> Experiment:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from unskew.errors import DataError, UsageError
+from unskew.errors import DataError, UsageError, retold
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.records import Record, history_of
 from unskew.experiments.resolve import resolve_auto_like
@@ -45,26 +45,19 @@ def holds_run(out: Path) -> bool:
 def stored(out: Path) -> Experiment:
     """The experiment that a folder belongs to."""
     path = out / "experiment.json"
-    try:
+    damaged = f"{path}: not an experiment; the file is damaged"
+    with retold(DataError, lambda text: f"{damaged} ({text})"):
         values = read_json(path, finite=False)
-    except DataError as error:
-        raise DataError(f"{path}: not an experiment; the file is damaged ({error})") from None
     if not isinstance(values, dict):
-        raise DataError(f"{path}: not an experiment; the file is damaged")
+        raise DataError(damaged)
     with reading(path, "not an experiment; the file is damaged"):
         return Experiment.of(values, str(path))
 
 
-@contextlib.contextmanager
-def naming_source(out: Path, new: bool) -> Iterator[None]:
+def naming_source(out: Path, new: bool) -> contextlib.AbstractContextManager[None]:
     """Name the file that an experiment's options were read from in what is refused of them, unless the run is new."""
-    path = out / "experiment.json"
-    try:
-        yield
-    except UsageError as error:
-        if new or str(path) in str(error):
-            raise
-        raise UsageError(f"{path}: {error}") from error
+    path = str(out / "experiment.json")
+    return retold(UsageError, lambda text: text if new or path in text else f"{path}: {text}")
 
 
 def ends(records: list[Record]) -> bool:
@@ -173,16 +166,20 @@ def load_round(path: Path, experiment: Experiment) -> Round:
 @contextlib.contextmanager
 def _to_be_removed(path: Path) -> Iterator[None]:
     """Refuse a checkpoint that is damaged, and say how to go on without it."""
-    try:
-        with reading(path, "not the checkpoint of a run"):
-            yield
-    except DataError as error:
-        raise DataError(f"{error}. Remove it, and the run begins again at round 1") from None
+    with (
+        retold(DataError, lambda text: f"{text}. Remove it, and the run begins again at round 1"),
+        reading(path, "not the checkpoint of a run"),
+    ):
+        yield
 
 
-def fitting(path: Path, round: Round, training: Training) -> Round:
-    """The round of a checkpoint, whose seal anybody can make; refused if it is none of this training."""
-    start, clients = training.start(), len(training.federation.clients)
+def resumed(path: Path, experiment: Experiment, training: Training) -> Round | None:
+    """The round of a checkpoint, if there is one; refused if it is none of this training, since anybody can make its
+    seal.
+    """
+    if not path.exists():
+        return None
+    round, start, clients = load_round(path, experiment), training.start(), len(training.federation.clients)
     with _to_be_removed(path):
         if not 1 <= round.number <= training.rounds or not all(id < clients for id in (*round.cohort, *round.clients)):
             raise DataError(f"{path}: round {round.number} of other rounds or clients than this run has")

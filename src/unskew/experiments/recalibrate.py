@@ -20,8 +20,7 @@ from unskew.calibration.selection import BEST
 from unskew.conversation.model_file import file_of_run, load_model
 from unskew.data.partition import Federation
 from unskew.errors import DataError, UsageError
-from unskew.experiments.describe import check_unchanged, start_of
-from unskew.experiments.evaluation import Saver, calibrations
+from unskew.experiments.evaluation import Saver, calibrations, check_unchanged, start_of
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import ends, holds_run, stored, sweep
 from unskew.experiments.records import (

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,16 +105,8 @@ def recalibration_of(experiment: Experiment) -> tuple[Calibrator, int] | None:
 
 def ways_of(experiment: Experiment) -> dict[str, Way]:
     """The ways to personal models that an experiment asks for; their SGD is that of the training unless they say."""
-    found = {}
-    for spec in listed(experiment.personal):
-        name, options = parse(spec)
-        factory = lookup("way to personal models", name, ways)
-        given = converted(spec, options, defaults_of(factory))
-        training: dict[str, Any] = {
-            key: getattr(experiment, key) for key in ("lr", "batch", "momentum") if key in defaults_of(factory)
-        }
-        found[spec] = factory(**{**training, **given})
-    return found
+    training = {key: getattr(experiment, key) for key in ("lr", "batch", "momentum")}
+    return {spec: specs.build("way to personal models", spec, ways, **training) for spec in listed(experiment.personal)}
 
 
 def listed(specs: str) -> list[str]:

@@ -26,18 +26,16 @@ import torch.distributed
 from unskew.data.datasets import Dataset, draw_crops, gather
 from unskew.data.partition import Federation
 from unskew.errors import UnskewError, UsageError, lookup
-from unskew.experiments.describe import kept_of, round_of, start_of
-from unskew.experiments.evaluation import Saver, calibrations, personal, scored
+from unskew.experiments.evaluation import Saver, calibrations, kept_of, personal, round_of, start_of
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import (
     claim,
     ends,
     examine,
     finished,
-    fitting,
     holds_run,
-    load_round,
     naming_source,
+    resumed,
     save_round,
     taken,
 )
@@ -87,87 +85,80 @@ def run(
     ...     print(sorted(path.name for path in Path(out, "run").glob("*.safetensors")))
     ['calibrated-ffc.safetensors', 'checkpoint.safetensors', 'model.safetensors']
     """
+    (rank, count), usage = ranks(), usage or Usage()
     with contextlib.ExitStack() as held:
-        yield from _run(_Run(experiment, Path(out), resume or ranks()[0] > 0, _Shelf(progress), held), usage or Usage())
-
-
-def _run(made: _Run, usage: Usage) -> Iterator[Record]:
-    rank, count = ranks()
-    if made.finished:
-        yield from made.records
-        return
-    records = []
-    if rank == 0:
-        _refuse_processes(made.experiment, count)
-        records = made.begun()
-    if count > 1:
-        made.meet()
-    if rank > 0:  # lends its lanes; the first process writes
-        with threads(made.experiment.threads), blaming(made.experiment.method):
-            deque(_rounds([made], usage), maxlen=0)
-        return
-    yield from records
-    with (
-        contextlib.closing(made), threads(made.experiment.threads), blaming(made.experiment.method),
-        contextlib.closing(_rounds([made], usage)) as rounds,
-    ):  # fmt: skip
+        made = _Run(experiment, Path(out), resume or rank > 0, _Shelf(progress), held)
+        if made.finished:
+            yield from made.records
+            return
+        records = []
+        if rank == 0:
+            _refuse_processes(made.experiment, count)
+            records = made.begun()
+        if count > 1:
+            made.meet()
+        if rank > 0:  # lends its lanes; the first process writes
+            with threads(made.experiment.threads), blaming(made.experiment.method):
+                deque(_rounds([made], usage), maxlen=0)
+            return
+        yield from records
         found = made.last
-        try:
-            for _, last in rounds:
-                yield made.reached(last)
-        except Diverged as error:
-            if found is None:
-                raise
-            raise Diverged(
-                f"{error}. It went on after round {found.number}, from {made.checkpoint}: remove that to begin again"
-            ) from None
-        yield from made.ended(usage, 1)
+        with contextlib.closing(_trained([made], usage)) as reached:
+            for _, record in reached:
+                if isinstance(record, Diverged):
+                    if found is not None:
+                        begun = f"It went on after round {found.number}, from {made.checkpoint}"
+                        raise Diverged(f"{record}. {begun}: remove that to begin again")
+                    raise record
+                yield record
 
 
 def run_together(
     experiments: Sequence[Experiment], outs: Sequence[Path], usage: Usage | None = None
-) -> Iterator[tuple[int, Record | Diverged]]:  # fmt: skip
+) -> Iterator[tuple[int, Record | Diverged]]:
     """Run experiments of the engine "lanes", each in its folder, those together that can share lanes.
 
     Yields (which, its next record); what is there already comes first. A run that diverges yields that as its last.
     """
-    with contextlib.ExitStack() as held:
-        yield from _run_together(experiments, outs, usage or Usage(), held)
-
-
-def _run_together(
-    experiments: Sequence[Experiment], outs: Sequence[Path], usage: Usage, held: contextlib.ExitStack
-) -> Iterator[tuple[int, Record | Diverged]]:
-    shelf = _Shelf()
+    usage, shelf = usage or Usage(), _Shelf()
     groups: dict[tuple[object, ...], list[tuple[int, _Run]]] = {}
-    for number, (experiment, out) in enumerate(zip(experiments, outs, strict=True)):
-        made = _Run(experiment, out, True, shelf, held, alone=False)
-        if made.finished:
-            yield from ((number, record) for record in made.records)
-        else:
-            groups.setdefault((*_lanes_of(made.experiment).values(), *program(made.training)), []).append(
-                (number, made)
-            )
-    for group in groups.values():
-        numbers, runs = zip(*group, strict=True)
-        for number, made in group:
-            yield from ((number, record) for record in made.begun())
-        with contextlib.ExitStack() as stack:
-            for made in runs:
-                stack.enter_context(contextlib.closing(made))
-            stack.enter_context(threads(runs[0].experiment.threads))
-            stack.enter_context(blaming(*(made.experiment.method for made in runs)))
-            rounds = _rounds(runs, usage)
-            lost: Sequence[int] = ()
-            try:
-                for which, last in rounds:
-                    yield numbers[which], runs[which].reached(last)
-            except Diverged as error:
-                lost = error.runs
-                yield from ((numbers[which], error) for which in lost)
-            for which, made in enumerate(runs):
-                if which not in lost:
-                    yield from ((numbers[which], record) for record in made.ended(usage, len(runs)))
+    with contextlib.ExitStack() as held:
+        for number, (experiment, out) in enumerate(zip(experiments, outs, strict=True)):
+            made = _Run(experiment, out, True, shelf, held, alone=False)
+            if made.finished:
+                yield from ((number, record) for record in made.records)
+            else:
+                key = *_lanes_of(made.experiment).values(), *program(made.training)
+                groups.setdefault(key, []).append((number, made))
+        for group in groups.values():
+            numbers, runs = zip(*group, strict=True)
+            for number, made in group:
+                yield from ((number, record) for record in made.begun())
+            with contextlib.closing(_trained(runs, usage)) as reached:
+                for which, record in reached:
+                    yield numbers[which], record
+
+
+def _trained(runs: Sequence[_Run], usage: Usage) -> Generator[tuple[int, Record | Diverged], None, None]:
+    """Bring runs that have begun to their ends, together: which, and its next record; one that diverges yields that as
+    its last.
+    """
+    with contextlib.ExitStack() as stack:
+        for made in runs:
+            stack.enter_context(contextlib.closing(made))
+        stack.enter_context(threads(runs[0].experiment.threads))
+        stack.enter_context(blaming(*(made.experiment.method for made in runs)))
+        rounds = stack.enter_context(contextlib.closing(_rounds(runs, usage)))
+        lost: Sequence[int] = ()
+        try:
+            for which, last in rounds:
+                yield which, runs[which].reached(last)
+        except Diverged as error:
+            lost = error.runs
+            yield from ((which, error) for which in lost)
+        for which, made in enumerate(runs):
+            if which not in lost:
+                yield from ((which, record) for record in made.ended(usage, len(runs)))
 
 
 class _Shelf:
@@ -175,21 +166,14 @@ class _Shelf:
 
     def __init__(self, progress: Progress | None = None) -> None:
         self.progress = progress
-        self.loaded: dict[tuple[object, ...], Dataset] = {}
-        self.moved: dict[tuple[int, str], Dataset] = {}
+        self.held: dict[tuple[object, ...], Dataset] = {}
 
-    def load(self, experiment: Experiment) -> Dataset:
-        """The data set that an experiment names."""
-        key = experiment.data, experiment.label_set, experiment.image_size
-        if key not in self.loaded:
-            self.loaded[key] = data_of(experiment, self.progress)
-        return self.loaded[key]
-
-    def on(self, data: Dataset, device: str) -> Dataset:
-        """A data set of the shelf on a device."""
-        if (id(data), device) not in self.moved:
-            self.moved[id(data), device] = data.to(device)
-        return self.moved[id(data), device]
+    def load(self, experiment: Experiment, device: str | None = None) -> Dataset:
+        """The data set that an experiment names; on a device, if one is given."""
+        key = experiment.data, experiment.label_set, experiment.image_size, device
+        if key not in self.held:
+            self.held[key] = data_of(experiment, self.progress) if device is None else self.load(experiment).to(device)
+        return self.held[key]
 
 
 KEEP_EVERY = 2.0  # seconds between two checkpoints
@@ -228,7 +212,7 @@ class _Run:
         data = shelf.load(experiment)
         experiment, model = resolve_auto(experiment, data, method)
         self.save = Saver(experiment, data)
-        federation = federation_of(experiment, shelf.on(data, experiment.device))
+        federation = federation_of(experiment, shelf.load(experiment, experiment.device))
         self.training = training_of(experiment, model, federation, method.algorithm, given)
         self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
         _refuse(experiment, self.local, bool(self.makers), [parse(spec)[0] for spec in self.ways])
@@ -248,7 +232,7 @@ class _Run:
                 )
             rewrite(self.history, [start])  # before the folder is a run's: who resumes it knows what was picked
         claim(self.experiment, self.out)
-        self.last = self._found()
+        self.last = resumed(self.checkpoint, self.experiment, self.training)
         reached = self.last.number if self.last else 0
         self.records = kept_of(self.records, reached, start, self.history) or [start]
         self.kept = -math.inf, reached
@@ -260,19 +244,13 @@ class _Run:
         told = [self.experiment]
         torch.distributed.broadcast_object_list(told)
         (self.experiment,) = told
-        self.last = self._found()
+        self.last = resumed(self.checkpoint, self.experiment, self.training)
         torch.distributed.barrier()
-
-    def _found(self) -> Round | None:
-        """The round of the checkpoint, if there is one."""
-        if not self.checkpoint.exists():
-            return None
-        return fitting(self.checkpoint, load_round(self.checkpoint, self.experiment), self.training)
 
     def reached(self, last: Round) -> Record:
         """Score a round and write it down."""
         evaluated = last.number % self.experiment.evaluate_every == 0 or last.number == self.experiment.rounds
-        self.records.append(round_of(last, scored(self.training, last, self.local) if evaluated else None))
+        self.records.append(round_of(self.training, last, self.local, evaluated))
         append(self.history, self.records[-1])  # before the checkpoint: no gap
         self.last = last
         if time.monotonic() - self.kept[0] > KEEP_EVERY:

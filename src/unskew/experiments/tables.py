@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.records import CalibrationRecord, Record, StartRecord, of_kind, start_in
+from unskew.experiments.records import CalibrationRecord, Record, of_kind, start_in
 from unskew.files.locks import folder_locked
 from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.system.stopping import Stopped, exit_code, heeding
@@ -261,18 +261,11 @@ def cells(table: Table, results: list[Result]) -> dict[str, dict[str, Cell]]:
     """The accuracies by row and calibration; a row with a run that diverged has no cells."""
     found: dict[str, dict[str, Cell]] = {}
     for row, experiments in table.rows.items():
-        runs = [result.records for result in results if result.row == row]
-        complete = [records for records in runs if records]
-        found[row] = {}
-        for name in [record.name for record in of_kind((complete or [[]])[0], CalibrationRecord)]:
-            values = [
-                100 * record.accuracy
-                for records in complete
-                for record in of_kind(records, CalibrationRecord)
-                if record.name == name
-            ]
-            if len(values) == len(experiments):
-                found[row][name] = Cell(values)
+        values: dict[str, list[float]] = {}
+        for result in results:
+            for record in of_kind(result.records, CalibrationRecord) if result.row == row else []:
+                values.setdefault(record.name, []).append(100 * record.accuracy)
+        found[row] = {name: Cell(some) for name, some in values.items() if len(some) == len(experiments)}
     return found
 
 
@@ -285,11 +278,13 @@ def markdown(name: str, table: Table, results: list[Result]) -> str:
     if start is None:
         return f"# {table.title}\n\n`unskew table {name}`: every run diverged.\n"
     versions = ", ".join(f"{key} {value}" for key, value in start.versions.items())
+    precision = start.experiment.precision
+    trained = "" if precision == "float32" else f"; trained in {precision}"
     lines = [
         f"# {table.title}",
         "",
         f"`unskew table {name}`: test accuracy in %, mean ± standard deviation over {seeds} seeds, which change the "
-        f"cut, the network and the batches. {start.hardware}; {versions}{_precision(start)}.",
+        f"cut, the network and the batches. {start.hardware}; {versions}{trained}.",
         "",
         table.note,
         "",
@@ -300,11 +295,6 @@ def markdown(name: str, table: Table, results: list[Result]) -> str:
         lines.append(f"| {row} | " + " | ".join(str(cell.get(column, "diverged")) for column in columns) + " |")
     compared = found.get(table.reference, {}).keys() == set(columns)
     return "\n".join(lines + (_unhelpful(found, columns, table.reference) if compared else [])) + "\n"
-
-
-def _precision(start: StartRecord) -> str:
-    precision = start.experiment.precision
-    return "" if precision == "float32" else f"; trained in {precision}"
 
 
 def _unhelpful(found: dict[str, dict[str, Cell]], columns: list[str], reference: str) -> list[str]:
