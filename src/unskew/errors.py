@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import math
 import numbers
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ Item = TypeVar("Item")
 
 
 MESSAGE = 4_000  # characters of a refusal: what a file holds, and is quoted, can be any number of them
+LINE = 8_000  # of a sentence that is shown
+CODE = "\n    "  # begins a line of code in a message
 
 
 def shortened(text: str, most: int) -> str:
@@ -32,8 +35,25 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:side]}({len(text) - 2 * side:,} more){text[-side:]}"
 
 
+def printable(text: str, most: int = LINE) -> str:
+    """Text as a terminal may get it, in one line: characters that act instead of being seen are written as escapes,
+    those that reorder or hide others too, and of too many characters the middle is left out.
+
+    >>> printable("\\x1b[31mred\\u202e")
+    '\\\\x1b[31mred\\\\u202e'
+    >>> printable("abcdefghijklmnopqrstuvwxyz", 17)
+    'abc(20 more)xyz'
+    """
+    text = shortened(text, most)
+    if text.isprintable():
+        return text
+    seen = {one for one in text if one.isprintable() or unicodedata.category(one) == "Zs"}  # spaces of all widths
+    return "".join(one if one in seen else one.encode("unicode_escape").decode() for one in text)
+
+
 class UnskewError(ValueError):
-    """Anything that Unskew refuses; the message says what to do instead, and is never endless.
+    """Anything that Unskew refuses; the message says what to do instead. It is never endless, and what it quotes of
+    others' files can't act on a terminal, or begin a line of its own.
 
     >>> try:
     ...     unskew.method("fedagv")
@@ -43,7 +63,8 @@ class UnskewError(ValueError):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(shortened(message, MESSAGE))
+        lines = shortened(message, MESSAGE).split(CODE)
+        super().__init__(shortened(CODE.join(map(printable, lines)), MESSAGE))
 
 
 class UsageError(UnskewError):

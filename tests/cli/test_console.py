@@ -13,6 +13,7 @@ from PIL import Image
 
 from helpers.commands import Terminal, blobs, tiny, unskew
 from helpers.pictures import MEAN, STD, folder_of, write_network
+from unskew import errors
 from unskew.cli import console
 from unskew.statistics.moments import FeatureStats, Origin
 
@@ -194,7 +195,7 @@ def harmless(text: str) -> bool:
 @pytest.mark.parametrize("kind", ACTING)
 def test_characters_that_act_are_shown_as_escapes(kind, monkeypatch, capsys):
     text = ACTING[kind]
-    seen = console.printable(text)
+    seen = errors.printable(text)
     assert seen.isprintable()
     assert "\\" in seen
     table = console.table_of(text, text, title=text)
@@ -223,7 +224,7 @@ def test_brackets_and_colons_mean_nothing(text, monkeypatch):
 
 def test_letters_of_all_languages_stay(monkeypatch):
     for text in ("Ähre", "犬と猫", "собака", "a\u00a0b", "🐶", "قط"):
-        assert console.printable(text) == text
+        assert errors.printable(text) == text
 
 
 def test_what_is_overlong_is_cut_in_the_middle(monkeypatch):
@@ -233,7 +234,7 @@ def test_what_is_overlong_is_cut_in_the_middle(monkeypatch):
     assert len(text) < 5000
     assert "more)" in text
     assert "12" in text.split()
-    assert len(console.printable("x" * 10**6)) <= console.LINE + 20
+    assert len(errors.printable("x" * 10**6)) <= errors.LINE + 20
 
 
 def test_nothing_is_printed_but_by_the_console():

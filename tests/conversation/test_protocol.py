@@ -1,6 +1,8 @@
 """The conversation without any transport: what server and sites say, who took part, and what each fault means."""
 
 import copy
+import io
+import json
 import weakref
 from dataclasses import replace
 
@@ -22,6 +24,9 @@ from unskew.conversation.protocol import in_process, reply, serve, talk
 from unskew.conversation.roster import Roster, needed
 from unskew.conversation.tasks import Task
 from unskew.errors import DataError, UsageError
+from unskew.files import streams
+from unskew.files.streams import Reader
+from unskew.files.untrusted import Content
 from unskew.models.networks import Split
 from unskew.statistics.collecting import collect
 from unskew.statistics.file import to_bytes, total_of
@@ -468,6 +473,44 @@ def test_answers_that_can_not_be_taken_are_refused(why):
     result = talk(serve(MODEL, NAMES, TASK, require=3), ask)
     assert result.rosters[1].absent["b"].status == "refused"
     assert set(result.validation.answers) == {"a", "c", "d"}
+
+
+ACTING = "unit\nstatistics: 4 of 4 sites\x1b[8m\u202e"
+FORGED = {
+    "a transform": (Task, lambda said: [of_header(said, transform=json.dumps(ACTING))]),
+    "a head": (Candidates, lambda said: [said._replace(right={ACTING: said.total}).sealed()]),
+    "whose it is": (Candidates, lambda said: [said._replace(statistics=ACTING).sealed()]),
+    "a fault": (Task, lambda said: [Fault("failed", ACTING)]),
+}
+
+
+def of_header(said, **changes):
+    """A file of statistics with other values in its header, its digest right."""
+    made, kinds, held = io.BytesIO(), {}, {}
+    with Reader(Content("said", said.content)) as file:
+        for name, _, piece in file.read():
+            held.setdefault(name, []).append(piece)
+        kinds = dict(file.kinds)
+        streams.write(made, kinds, lambda name: iter(held.get(name, ())), {**file.metadata, **changes})
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("where", FORGED)
+def test_what_a_site_writes_forges_no_line_of_a_result(where):
+    phase, change = FORGED[where]
+    ask = asking(only("b", phase, change))
+    result = talk(serve(MODEL, NAMES, TASK, require=3), ask)
+    assert len(str(result).splitlines()) == 3
+    assert str(result).replace("\n", "").isprintable()
+    with pytest.raises(DataError) as caught:
+        talk(serve(MODEL, NAMES, TASK), ask)
+    assert str(caught.value).isprintable()
+
+
+def test_a_line_of_code_stays_one_in_a_refusal():
+    assert str(UsageError("do this:\n    a = 1\n    b = 2")) == "do this:\n    a = 1\n    b = 2"
+    assert str(UsageError("a\nb")) == "a\\nb"
+    assert len(str(DataError("\x00" * 10**6))) <= 4000
 
 
 def test_an_answer_about_the_statistics_of_another_site_is_refused():

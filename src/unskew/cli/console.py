@@ -14,7 +14,6 @@ import math
 import shutil
 import statistics
 import sys
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +35,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from unskew.errors import shortened
+from unskew.errors import printable
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.records import CalibrationRecord, EndRecord, PersonalRecord, Record, of_kind, start_in
 from unskew.specs import without_folders
@@ -45,25 +44,9 @@ from unskew.training.engines.lanes.timetable import Usage
 PIPE = 160  # columns of what nobody watches, where a table does not need more
 ENDLESS = 100_000
 NARROW = 12  # columns that text keeps at least, if it has so many
-LINE, CELL, HEADING = 8_000, 300, 60  # characters that are shown of a sentence, of a cell and of a heading
+CELL, HEADING = 300, 60  # characters that are shown of a cell and of a heading
 
 # ---------------------------------------------------------------------------------------------- what a terminal gets
-
-
-def printable(text: str, most: int = LINE) -> str:
-    """Text as a terminal may get it, in one line: characters that act instead of being seen are written as escapes,
-    those that reorder or hide others too, and of too many characters the middle is left out.
-
-    >>> printable("\\x1b[31mred\\u202e")
-    '\\\\x1b[31mred\\\\u202e'
-    >>> printable("abcdefghijklmnopqrstuvwxyz", 17)
-    'abc(20 more)xyz'
-    """
-    text = shortened(text, most)
-    if text.isprintable():
-        return text
-    seen = {one for one in text if one.isprintable() or unicodedata.category(one) == "Zs"}  # spaces of all widths
-    return "".join(one if one in seen else one.encode("unicode_escape").decode() for one in text)
 
 
 def tell(text: str) -> None:

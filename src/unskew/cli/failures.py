@@ -22,8 +22,8 @@ from typing import Any
 import click
 
 from unskew import __version__
-from unskew.cli.console import printable, put_json, tell
-from unskew.errors import UnskewError, UsageError, one_line
+from unskew.cli.console import put_json, tell
+from unskew.errors import UnskewError, UsageError, one_line, printable
 from unskew.files.untrusted import is_memory
 from unskew.files.writing import cache_folder
 from unskew.system.stopping import exit_code

@@ -16,10 +16,10 @@ from typing import Any
 
 import click
 
-from unskew.cli.console import display, download_bar, printable, put_json, report, show, speed, summary, tell
+from unskew.cli.console import display, download_bar, put_json, report, show, speed, summary, tell
 from unskew.cli.failures import failed, told
 from unskew.cli.shared import PATH, check_free, note, probe_folder
-from unskew.errors import UsageError, lookup
+from unskew.errors import UsageError, lookup, printable
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
 from unskew.experiments.records import (
     CalibrationRecord,

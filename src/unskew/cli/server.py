@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from unskew.cli.console import bar, printable, share_of, show, table_of
+from unskew.cli.console import bar, share_of, show, table_of
 from unskew.cli.run import calibrate_run
 from unskew.cli.shared import PATH, Asked, Lists, asked_for, check_free, epilog, key_of, note, options, sites_of
-from unskew.errors import DataError, UsageError
+from unskew.errors import DataError, UsageError, printable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

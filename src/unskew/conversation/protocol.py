@@ -43,7 +43,7 @@ from unskew.conversation.heads_file import heads_bytes
 from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Bytes, Late, Require, Roster, Sent, Taken, needed
 from unskew.conversation.tasks import Task, check_header
-from unskew.errors import DataError, UnskewError, UsageError, expect, one_line
+from unskew.errors import DataError, UnskewError, UsageError, expect, one_line, printable
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
 from unskew.models.transforms import Transform
@@ -143,7 +143,7 @@ class Result:
         if self.validation is not None:
             scores = ", ".join(f"{name} {value:.1%}" for name, value in self.validation.accuracies.items())
             checked = f"of {float(self.validation.whole.total.sum()):,.0f} held-out examples right: {scores}"
-        return "\n".join([f"head: {self.head}; {checked}", *map(str, self.rosters), *self.notes])
+        return "\n".join([f"head: {self.head}; {checked}", *map(str, self.rosters), *map(printable, self.notes)])
 
 
 def serve(

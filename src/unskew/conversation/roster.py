@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from unskew.conversation.messages import Fault, Reply, Statistics, read_reply
-from unskew.errors import DataError, UnskewError, UsageError
+from unskew.errors import DataError, UnskewError, UsageError, printable
 from unskew.statistics.moments import FeatureStats
 
 Require: TypeAlias = str | float | SupportsIndex
@@ -129,7 +129,7 @@ class Roster:
         told = [f"{site}: {entry.status}" + (f" ({entry.why})" if entry.why else "")
                 for site, entry in self.absent.items()]  # fmt: skip
         told += [f"{site}: {why}" for site, why in (*self.doubled.items(), *self.strangers.items())]
-        return "; ".join([f"{self.what}: {len(self.answered)} of {len(self.expected)} sites", *told])
+        return "; ".join([f"{self.what}: {len(self.answered)} of {len(self.expected)} sites", *map(printable, told)])
 
 
 def needed(require: Require, sites: int) -> int:
