@@ -133,8 +133,8 @@ class Federation:
         self.stats = total_of(self.files)
         self.propose(self.stats)
 
-    def propose(self, stats):
-        (self.folder / "heads.st").write_bytes(heads_bytes(self.model, {"new": nn.Linear(6, 4)}, stats))
+    def propose(self, stats, **options):
+        (self.folder / "heads.st").write_bytes(heads_bytes(self.model, {"new": nn.Linear(6, 4)}, stats, **options))
         self.heads = read_heads(self.folder / "heads.st", self.model)
 
     def answer(self, number, name=None, **changes):
@@ -196,6 +196,15 @@ def test_nobody_counts_more_than_it_has(federation):
         federation.refused(message, federation.answer(1, total=more, right=right, held_out=True))
     federation.read(federation.answer(1, total=held, right=right, held_out=True))
     federation.refused("hold out", federation.answer(1, total=count, right=right, held_out=True))
+
+
+def test_where_heads_are_for_what_is_held_out_nobody_counts_more_than_that(federation):
+    """Whatever its answer says: else it would weigh as much as all of its examples."""
+    federation.propose(federation.stats, hold_out=0.3)
+    held = [int(n) for n in load(federation.files[1], "none").held_out.count]
+    right = {"old": [0] * 4, "new": [0] * 4}
+    federation.refused("site_b.stats hold out", federation.answer(1, right=right))
+    federation.read(federation.answer(1, total=held, right=right))
 
 
 def test_sites_inside_a_sum_are_capped_by_what_the_sum_remembers(federation):

@@ -458,11 +458,13 @@ def test_sites_that_are_implausible_beside_others_stop_it_unless_accepted():
     assert any(note.startswith("b: scale") for note in result.notes)
 
 
+COUNTS = {name: batches[0][1].bincount(minlength=CLASSES).tolist() for name, batches in DATA.items()}
 ANSWERS = {
     "of other heads": lambda said: said._replace(heads="f" * 64),
     "of another task": lambda said: said._replace(nonce="0" * 32),
     "of nobody's statistics": lambda said: said._replace(statistics="f" * 64),
     "with more than there is": lambda said: said._replace(total=[n + 1 for n in said.total]),
+    "with all there is": lambda said: said._replace(held_out=False, total=COUNTS["b"]),
     "with other heads in it": lambda said: said._replace(right={"mine": said.total}),
 }
 

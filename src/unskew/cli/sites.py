@@ -148,7 +148,7 @@ def evaluate(
     if out and owner and found:  # all of them, or none
         statistics, most = owner
         answer = answer_of(found, scores, statistics, hold_out or 0.0)
-        check_capped(out, answer, most)
+        check_capped(out, answer, most, found)
         write_text(out, answer.sealed(key).to_bytes().decode())
     if as_json:
         put_json({name: {"accuracy": score.accuracy, "worst_class": score.worst_class, "examples": int(total.sum()),

@@ -146,21 +146,25 @@ def owners_of(files: Iterable[Path], parts: Iterable[Part]) -> dict[str, Owner]:
     return found
 
 
-def check_capped(path: object, answer: Answer, owner: Owner) -> None:
-    """Refuse an answer that counts more than its site has, in a class or in all."""
-    most, all_of_it = (owner.held_out, owner.examples_held_out) if answer.held_out else (owner.there, owner.examples)
+def check_capped(path: object, answer: Answer, owner: Owner, heads: Heads) -> None:
+    """Refuse an answer that counts more than its site has, in a class or in all: of what it holds out, if the heads are
+    to be scored on that, whatever the answer says; else it could weigh several times as much as others.
+    """
+    part = bool(answer.held_out or heads.hold_out)
+    most, all_of_it = (owner.held_out, owner.examples_held_out) if part else (owner.there, owner.examples)
     held = " as held out" if answer.held_out else ""
     for label, (n, top) in enumerate(zip(answer.total, most.tolist(), strict=True)):
         if n > top:
             raise DataError(
                 f"{path}: it has scored {n:,} examples of class {label}{held}, but the statistics of {owner.name} "
-                f"{'hold out' if held else 'have'} {top:,.0f}: let the site evaluate with the --data and the "
+                f"{'hold out' if part else 'have'} {top:,.0f}: let the site evaluate with the --data and the "
                 "--hold-out of its `unskew stats`, or on no more examples of a class than it has there"
             )
     if sum(answer.total) > all_of_it:
         raise DataError(
-            f"{path}: it has scored {sum(answer.total):,} examples{held}, but {owner.name} has {all_of_it:,}: let the "
-            "site evaluate with the --data and the --hold-out of its `unskew stats`"
+            f"{path}: it has scored {sum(answer.total):,} examples{held}, but {owner.name} "
+            f"{'holds out' if part else 'has'} {all_of_it:,}: let the site evaluate with the --data and the --hold-out "
+            "of its `unskew stats`"
         )
 
 
@@ -213,7 +217,7 @@ def check_answer(path: object, answer: Answer, heads: Heads, classes: int, owner
         )
     if answer.site is not None and owner.site is not None and answer.site != owner.site:
         raise DataError(f"{path}: signed by {answer.site}, but it is about the statistics of {owner.site}")
-    check_capped(path, answer, owner)
+    check_capped(path, answer, owner, heads)
     return owner
 
 
