@@ -173,6 +173,14 @@ def test_a_site_answers_once(federation):
     federation.refused(r"again.answer: a second answer of site_a.stats, beside .*0.answer", once, twice)
 
 
+def test_sites_with_equal_files_answer_once_each(federation):
+    federation.files[1].write_bytes(federation.files[0].read_bytes())
+    federation.stats = total_of(federation.files, accept=federation.files[1:2])
+    answers = [federation.answer(number) for number in range(3)]
+    assert list(federation.read(*answers)) == ["site_a.stats", "site_b.stats", "site_c.stats"]
+    federation.refused("a second answer of site_a.stats", *answers, federation.answer(1, "again"))
+
+
 def test_answers_of_others_are_refused(federation):
     federation.refused("whose statistics .* the heads were not made of", federation.answer(0, statistics="f" * 64))
     federation.refused("an answer to other heads", federation.answer(0, heads="f" * 64))

@@ -529,6 +529,12 @@ def test_an_answer_about_the_statistics_of_another_site_is_refused():
     assert result.rosters[1].absent["b"].status == "refused"
 
 
+def test_sites_with_equal_data_that_are_accepted_answer_both():
+    result = talk(serve(MODEL, NAMES, TASK, accept=["b"]), in_process(MODEL, {**DATA, "b": DATA["a"]}))
+    assert [roster.answered for roster in result.rosters] == [NAMES, NAMES]
+    assert result.validation.whole.total.sum() == result.statistics.held_out.count.sum()
+
+
 def test_a_site_that_holds_nothing_out_need_not_answer():
     small = {**DATA, "b": [(x[:1], y[:1]) for x, y in DATA["b"]]}
     result = talk(serve(MODEL, NAMES, TASK), in_process(MODEL, small))

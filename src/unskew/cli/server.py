@@ -300,7 +300,8 @@ def _validated(path: Path, wish: Wish, sent: Sent, model: Split, material: Mater
     owners = owners_of(sent.kept, stats.parts)
     answers = read_answers(wish.validate, heads, model.classes, owners, sites)
     if sites is not None:
-        idle = [owner.site for owner in owners.values() if stats.held_out is not None and not owner.examples_held_out]
+        idle = [owner.site for same in owners.values() for owner in same
+                if stats.held_out is not None and not owner.examples_held_out]  # fmt: skip
         for text in silent(sites, [*answers, heads.signed.site, *idle], "has not answered"):
             note(text)
     found = validate(answers, material.prior)

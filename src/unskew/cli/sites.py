@@ -173,8 +173,8 @@ def _owner(path: Path, asked: Asked) -> tuple[str, Owner]:
         raise UsageError(f"{path} is a sum of {len(stats.parts)} files: give --stats the file of this site")
     if asked.task is not None:
         check_nonce(asked.task, asked.values["task"], path, stats.origin.nonce)
-    (found,) = owners_of([path], stats.parts).items()
-    return found
+    ((digest, (owner,)),) = owners_of([path], stats.parts).items()
+    return digest, owner
 
 
 def _heads(path: Path, server: Path | None, site: Site, asked: Asked) -> Heads:

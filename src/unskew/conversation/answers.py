@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -131,9 +131,12 @@ class Owner(NamedTuple):
     examples_held_out: int
 
 
-def owners_of(files: Iterable[Path], parts: Iterable[Part]) -> dict[str, Owner]:
+Owners: TypeAlias = Mapping[str, Sequence[Owner]]  # by the digests of their own files: sites can have equal ones
+
+
+def owners_of(files: Iterable[Path], parts: Iterable[Part]) -> dict[str, list[Owner]]:
     """The sites behind files of statistics, sums among them, by the digests of their own files; of `parts` alone."""
-    used, found = {part.digest for part in parts}, dict[str, Owner]()
+    used, found = {part.digest for part in parts}, dict[str, list[Owner]]()
     for path in files:
         header = read_header(path)
         count, held = counts_of(path)
@@ -142,7 +145,8 @@ def owners_of(files: Iterable[Path], parts: Iterable[Part]) -> dict[str, Owner]:
         for own in owners:
             name = own.site or (f"{path.name} {own.digest[:8]}" if header.parts else path.name)
             if own.digest in used:
-                found[own.digest] = Owner(name, own.site, count, held, own.examples, own.held_out or 0)
+                owner = Owner(name, own.site, count, held, own.examples, own.held_out or 0)
+                found.setdefault(own.digest, []).append(owner)
     return found
 
 
@@ -176,30 +180,30 @@ class Counts(NamedTuple):
 
 
 def read_answers(
-    paths: Iterable[Path], heads: Heads, classes: int, owners: Mapping[str, Owner], sites: Sites | None = None
+    paths: Iterable[Path], heads: Heads, classes: int, owners: Owners, sites: Sites | None = None
 ) -> dict[str, Counts]:
     """The answers to these heads, by the name of their site; signed by `sites` if these are given."""
     answers = [(Path(path), read_answer(Path(path))) for path in paths]
     if sites is not None:
         check_senders([(path, answer.signed) for path, answer in answers], sites)
-    met, found = dict[str, Path](), dict[str, Counts]()
+    met, found = dict[str, list[Path]](), dict[str, Counts]()
     for path, answer in answers:
-        owner = check_answer(path, answer, heads, classes, owners)
-        if answer.statistics in met:
-            raise DataError(
-                f"{path}: a second answer of {owner.name}, beside {met[answer.statistics]}: leave one of them out"
-            )
+        owner, *others = check_answer(path, answer, heads, classes, owners)
+        before = met.setdefault(answer.statistics, [])
+        if len(before) > len(others):
+            raise DataError(f"{path}: a second answer of {owner.name}, beside {before[0]}: leave one of them out")
+        owner = [owner, *others][len(before)]
         if sites is not None and owner.site != answer.site:
             raise DataError(f"{path}: signed by {answer.site}, but nobody has signed the statistics that it is about")
-        met[answer.statistics] = path
+        before.append(path)
         name = owner.name if owner.name not in found else f"{owner.name} {answer.statistics[:8]}"
         found[name] = counts_in(answer, heads)
     return found
 
 
-def check_answer(path: object, answer: Answer, heads: Heads, classes: int, owners: Mapping[str, Owner]) -> Owner:
+def check_answer(path: object, answer: Answer, heads: Heads, classes: int, owners: Owners) -> Sequence[Owner]:
     """Refuse an answer to other heads, of nobody whose statistics are used, or with more than its site has; gives whose
-    it is.
+    it can be: several sites have the same statistics where such were accepted.
     """
     names = list(heads.modules)
     if answer.heads != heads.digest:
@@ -209,16 +213,17 @@ def check_answer(path: object, answer: Answer, heads: Heads, classes: int, owner
     if len(answer.total) != classes or sorted(answer.right) != sorted(names):
         told = f"{len(answer.total)} classes and the heads {', '.join(answer.right)[:80]}"
         raise DataError(f"{path}: it has {told}; it must have {classes} classes and {', '.join(names)}: {REMEDY}")
-    owner = owners.get(answer.statistics)
-    if owner is None:
+    found = owners.get(answer.statistics)
+    if not found:
         raise DataError(
             f"{path}: of a site whose statistics (digest {answer.statistics[:8]}...) the heads were not made of: "
             "leave it out, or let the site give the --stats that it has sent"
         )
+    owner = found[0]
     if answer.site is not None and owner.site is not None and answer.site != owner.site:
         raise DataError(f"{path}: signed by {answer.site}, but it is about the statistics of {owner.site}")
     check_capped(path, answer, owner, heads)
-    return owner
+    return found
 
 
 def counts_in(answer: Answer, heads: Heads) -> Counts:

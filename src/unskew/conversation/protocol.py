@@ -221,13 +221,13 @@ def serve(
             raise Late(f"{site}: statistics, which came too late to be added")
         if keys is not None:
             check_signed(site, sent.signed, keys)
-        own = {digest: owner for digest, owner in gathering.owners.items() if owner.name == site}
-        check_answer(site, sent, heads, model.classes, own)
+        digest, owner = gathering.owners[site]
+        check_answer(site, sent, heads, model.classes, {digest: [owner]})
         answers[site] = counts_in(sent, heads)
 
     if not gathering.owners:
         raise UsageError("statistics of this process have no digest that answers could name: give validated=False")
-    idle = [owner.name for owner in gathering.owners.values() if not owner.examples_held_out]
+    idle = [site for site, (_, owner) in gathering.owners.items() if not owner.examples_held_out]
     asked = [site for site in roster.answered if site not in idle]
     if not asked:
         raise DataError("no site has held out an example to score heads on: raise hold_out, or give validated=False")
@@ -311,7 +311,7 @@ class _Gathering:
         self.total: FeatureStats | None = None
         self.parts: list[tuple[Part, str]] = []
         self.seen: list[Summary] = []
-        self.owners: dict[str, Owner] = {}
+        self.owners: dict[str, tuple[str, Owner]] = {}  # of each site the digest of its file, and what it has
         self.each: list[FeatureStats] = []  # each site's own, where they are needed
         self.notes: tuple[str, ...] = ()
 
@@ -342,8 +342,8 @@ class _Gathering:
         if self.total is not None:
             self.total.beside(stats.sort, stats.origin)
         held = stats.count.new_zeros(stats.classes) if stats.held_out is None else stats.held_out.count
-        self.owners[header.digest] = Owner(site, header.site, stats.count.clone(), held.clone(), header.examples,
-                                           header.held_out or 0)  # fmt: skip
+        owner = Owner(site, header.site, stats.count.clone(), held.clone(), header.examples, header.held_out or 0)
+        self.owners[site] = (header.digest, owner)
         self.seen += seen
         return stats
 
@@ -371,7 +371,7 @@ class _Gathering:
         assert self.total is not None
         total = replace(self.total, parts=tuple(part for part, _ in self.parts))
         told = odd(self.seen, self.accept, total.origin.labels) if self.seen else []
-        told += dominating({owner.name: owner.examples for owner in self.owners.values()})
+        told += dominating({site: owner.examples for site, (_, owner) in self.owners.items()})
         if self.seen:
             check_sum(total, False, max(site.step for site in self.seen))
         if self.robust:
