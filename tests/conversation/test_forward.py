@@ -155,10 +155,13 @@ def test_the_digest_of_a_program_is_known_too(tmp_path):
 
 
 def test_the_files_that_differ_are_named():
-    assert apart("inputs", {"a": "float32[3]", "b": None, "c": "float64[3]"}) == ""
-    assert apart("inputs", {"a": "int64[3]", "b": "int64[9]"}) == ""  # texts may be longer
-    assert apart("layer", {"a": "x", "b": "y"}) == "b has the layer y, a x"
-    assert "b, c have the layer" in apart("layer", {"a": "x", "b": "y", "c": "z", "d": "x", "e": "x"})
+    assert apart("inputs", {"a": "float32[3]", "b": None, "c": "float32[3]"}) is None
+    assert apart("inputs", {"a": "float32[3]", "b": None, "c": "float64[3]"})  # of models in different types
+    assert apart("inputs", {"a": "int64[3]", "b": "int64[9]"}) is None  # texts may be longer
+    assert apart("layer", {"a": "x", "b": "y"}) == (["a", "b"], "b has the layer y, a x")
+    who, words = apart("layer", {"a": "x", "b": "y", "c": "z", "d": "x", "e": "x"})
+    assert who == ["b", "c"]
+    assert "b, c have the layer" in words
 
 
 def test_sizes_that_are_usual_are_allowed():

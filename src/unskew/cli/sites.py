@@ -56,8 +56,11 @@ def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: 
     values, budget = asked.values, asked.values["budget"]
     classes, transform, hold_out = site.model.classes, values["transform"] or "identity", values["hold_out"] or 0.0
     width = Transform(transform).width(site.model.dimension)
-    form, precision = form_within(budget, classes, width, values["form"], values["precision"], transform,
-                                  bool(hold_out), site.origin)  # fmt: skip
+    if asked.task is not None:
+        form, precision = asked.task.sent_as(classes, width)
+    else:
+        form, precision = form_within(budget, classes, width, values["form"], values["precision"], transform,
+                                      bool(hold_out), site.origin)  # fmt: skip
     with bar("collecting", site.data.examples) as progress:
         batches = site.batches(values["device"], progress)
         found, judgement = collected(site.model, batches, form, transform, hold_out, origin=site.origin,

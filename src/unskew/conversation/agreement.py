@@ -86,9 +86,9 @@ def difference(mine: Preparation, theirs: Preparation, here: str, there: str) ->
     return replace(mine, **blank).difference(replace(theirs, **blank), here, there)
 
 
-def _cast(inputs: str) -> str:
-    """A line of inputs whose floating point is float32: a model casts what it is given to its own type."""
-    return re.sub(r"(?<![a-z])(b?float(16|64))\[", "float32[", inputs)
+def takes(expected: str, inputs: str) -> bool:
+    """Whether a model that takes inputs of one line takes those of another, too: it casts them to its own type."""
+    return alike(*(re.sub(r"(?<![a-z])(b?float(16|64))\[", "float32[", line) for line in (expected, inputs)))
 
 
 def images_of(preparation: Preparation) -> str | None:
@@ -102,30 +102,34 @@ def images_of(preparation: Preparation) -> str | None:
     return f"float32[{channels},{side},{side}]" if side and channels else None
 
 
-def apart(name: str, said: Mapping[str, Any]) -> str:
-    """In words, which files say something else than most, or than each other; empty if all that say it say the same.
+class Apart(NamedTuple):
+    """Who says something else than most do, and that in words; where no value has the most, all who say one."""
+
+    who: list[str]
+    words: str
+
+
+def apart(name: str, said: Mapping[str, Any]) -> Apart | None:
+    """Which files, or sites, say something else than most, or than each other; None if all that say it say the same.
 
     >>> apart("inputs", {"a": "float32[3]", "b": "float32[9]", "c": "float32[3]", "d": None})
-    'b has the inputs float32[9], the 2 others that say it float32[3]'
+    Apart(who=['b'], words='b has the inputs float32[9], the 2 others that say it float32[3]')
     """
     groups: dict[Any, list[str]] = {}
     for file, value in said.items():
         if value is not None:
-            same = next((other for other in groups if _same(name, value, other)), value)
-            groups.setdefault(same, []).append(file)
+            known = [other for other in groups if value == other or (name == "inputs" and alike(value, other))]
+            groups.setdefault(known[0] if known else value, []).append(file)
     if len(groups) < 2:
-        return ""
+        return None
     (common, most), (other, files), *more = sorted(groups.items(), key=lambda group: -len(group[1]))
     columns = " (tables whose columns have other names, or another order)" if "columns:" in str(common) else ""
-    verb, others = "has", few(most)
     if len(most) > len(files):
         files = [*files, *(file for _, some in more for file in some)]
-        verb, others = "has" if len(files) == 1 else "have", f"the {len(most)} others that say it"
-    return f"{few(files)} {verb} the {name} {_short(other)}, {others} {_short(common)}{columns}"
-
-
-def _same(name: str, value: Any, other: Any) -> bool:
-    return value == other or (name == "inputs" and value is not None and alike(*map(_cast, (value, other))))
+        who, verb, others = files, "has" if len(files) == 1 else "have", f"the {len(most)} others that say it"
+    else:
+        who, verb, others = [file for some in groups.values() for file in some], "has", few(most)
+    return Apart(who, f"{few(files)} {verb} the {name} {_short(other)}, {others} {_short(common)}{columns}")
 
 
 def few(files: Sequence[str]) -> str:
@@ -146,7 +150,7 @@ def check_known(found: Known, sources: Iterable[Known]) -> None:
             here, there = f"in {found.where}", f"in {source.where}"
             apart = difference(found.preparation, source.preparation, here, there)
             _refuse(apart, f"Let all be prepared as {source.where} says, or begin anew with another preparation")
-        if None not in (found.inputs, source.inputs) and not _same("inputs", found.inputs, source.inputs):
+        if None not in (found.inputs, source.inputs) and not takes(str(source.inputs), str(found.inputs)):
             raise DataError(
                 f"{found.where} gives the model {found.inputs}, but {source.where} was made with {source.inputs}: "
                 "prepare the data in the same way"

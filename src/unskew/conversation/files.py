@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from unskew.conversation.agreement import Known, apart, check_known, few, images_of
+from unskew.conversation.agreement import Known, apart, check_known, few, images_of, takes
 from unskew.conversation.model_file import Opened, open_model
 from unskew.conversation.tasks import Task, check_header
 from unskew.data.preparation import Preparation
@@ -111,7 +111,7 @@ def check_sources(
             preparation = None if said is None else Preparation.parse(said)
         check_known(Known(str(path), header.origin.labels, preparation, header.origin.inputs), sources)
         expected, found = None if task is None else images_of(task.preparation), header.origin.inputs
-        if None not in (expected, found) and apart("inputs", {"": expected, str(path): found}):
+        if expected is not None and found is not None and not takes(expected, found):
             raise DataError(f"{path}: its inputs are {found}, but {where} makes them {expected}: let the site run "
                             f"`unskew stats --task {where}`")  # fmt: skip
 
@@ -123,8 +123,8 @@ def check_alike(known: Mapping[Path, Header]) -> None:
         of_header = name in ("classes", "dimension", "transform")
         said = {file: getattr(header if of_header else header.origin, name) for file, header in files.items()}
         if problem := apart(name, said):
-            raise DataError(f"{problem}. Statistics of different {name} can't be added: collect all of them with the "
-                            "same model on the same kind of data, or leave such files out")  # fmt: skip
+            raise DataError(f"{problem.words}. Statistics of different {name} can't be added: collect all of them with "
+                            "the same model on the same kind of data, or leave such files out")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- the model

@@ -7,58 +7,46 @@
 
 `serve` is a generator: it yields a request to all sites, and is sent pairs of a site's name and what came from it, as
 they come. Statistics are added one by one, so whoever carries replies need not hold them all. A simulation may send the
-`FeatureStats` that it has collected itself: they are added as they are, since nobody else has touched them. Neither
+`FeatureStats` that it has collected itself: they are not doubted, since nobody else has touched them. Neither
 side knows of files, networks or clocks: a transport only carries (`talk`), and hands over a `Fault`, an exception or
 nothing where a reply did not come. What that means is decided by the `Roster`.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from unskew.calibration.calibrator import Calibrator, with_classifier
-from unskew.conversation.agreement import Known, check_known, images_of
-from unskew.conversation.answers import Answer, Counts, Owner, check_answer, counts_in
+from unskew.conversation.answers import Answer, Counts, check_answer, counts_in
 from unskew.conversation.calibrating import (
-    Material,
+    Gathering,
     Plan,
     Seed,
     Validation,
-    absent_in,
     make_head,
-    odd,
     plan_for,
     propose,
     validate,
 )
-from unskew.conversation.errands import Batches, answer_of, collected, form_within, scores_of
+from unskew.conversation.errands import Batches, answer_of, collected, scores_of
 from unskew.conversation.heads_file import heads_bytes
 from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Bytes, Late, Require, Roster, Sent, Taken, needed
-from unskew.conversation.tasks import Task, check_header
+from unskew.conversation.tasks import Task
 from unskew.errors import DataError, UnskewError, UsageError, expect, one_line, printable
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
 from unskew.models.transforms import Transform
-from unskew.statistics.collecting import weights_digest
-from unskew.statistics.doubts import check_plausible, check_sum, dominating
-from unskew.statistics.file import check_new, check_role
-from unskew.statistics.fingerprints import Part
-from unskew.statistics.moments import FORMS, FeatureStats
+from unskew.statistics.moments import FeatureStats
 from unskew.statistics.origin import Origin
-from unskew.statistics.robust import robust_sum
-from unskew.statistics.scrutiny import WARN, Summary
 
 HOLD_OUT = 0.2  # of each site's examples, unless a task says otherwise
-
-TASK = "the task"  # as a refusal calls it
 
 Replies: TypeAlias = Iterable[tuple[str, Sent]]
 
@@ -110,9 +98,7 @@ def reply(
 def _statistics(task: Task, model: Split, batches: Batches, key: Key | None) -> Statistics:
     """The statistics that a task asks for."""
     origin = Origin(labels=task.labels, preparation=str(task.preparation) or None, nonce=task.nonce)
-    width = Transform(task.transform).width(model.dimension)
-    form, precision = form_within(task.budget, model.classes, width, task.form, task.precision, task.transform,
-                                  bool(task.hold_out), origin)  # fmt: skip
+    form, precision = task.sent_as(model.classes, Transform(task.transform).width(model.dimension))
     found = collected(model, batches, form, task.transform, task.hold_out, origin=origin, fresh=True)  # none is judged
     return Statistics.of(found.stats, precision, key)
 
@@ -176,8 +162,9 @@ def serve(
     implausible beside the others stop the conversation unless they are among `accept`, whatever `require` says: that is
     seen when all have come, and their statistics are in the sum already. With `keys`, what a site has not signed under
     its own name is refused; `key` signs the heads. `prior` is the mix of classes expected in use, and `fresh` tells
-    that the model's head is new. Where nobody says what the inputs are, the first site's word counts. Statistics are
-    added in the order in which they come: another order can change the last digits.
+    that the model's head is new. Statistics are compared with the task and the model; what these leave open, such as
+    the inputs, is what most sites say, and who says something else is refused. Statistics are added in the order in
+    which they come: another order can change the last digits.
 
     >>> server = serve(Split(torch.nn.Identity(), torch.nn.Linear(2, 3)), ["a", "b"], Task(form="pooled", hold_out=0.2))
     >>> next(server).hold_out
@@ -200,10 +187,13 @@ def serve(
         return plan_for(calibrator, [form], Transform(task.transform).name, model.classifier, robust=robust,
                         prior=mix is not None)  # fmt: skip
 
-    _check_able(plan, task, validated)
-    gathering = _Gathering(model, task, accept, keys, plan, whole=validated, robust=robust)
+    form, _ = task.sent_as(model.classes, Transform(task.transform).width(model.dimension))
+    _check_able(plan, form, validated)
+    gathering = Gathering(model, task, plan(form), accept=accept, keys=keys, whole=validated, robust=robust)
     replies = yield replace(task, sites=roster.expected)
     _hear(roster, replies, gathering.add)
+    for site, why in gathering.settle().items():
+        roster.refuse(site, why)
     roster.check(require)
     material = gathering.material(mix, next(model.classifier.parameters()).device)
     if not validated:
@@ -225,7 +215,7 @@ def serve(
         check_answer(site, sent, heads, model.classes, {digest: [owner]})
         answers[site] = counts_in(sent, heads)
 
-    if not gathering.owners:
+    if set(roster.answered) - set(gathering.owners):
         raise UsageError("statistics of this process have no digest that answers could name: give validated=False")
     idle = [site for site, (_, owner) in gathering.owners.items() if not owner.examples_held_out]
     asked = [site for site in roster.answered if site not in idle]
@@ -264,11 +254,10 @@ def _mix(prior: Tensor | Sequence[float] | None, classes: int) -> Tensor | None:
     return mix
 
 
-def _check_able(plan: Callable[[str], Plan], task: Task, validated: bool) -> None:
+def _check_able(plan: Callable[[str], Plan], form: str, validated: bool) -> None:
     """Refuse a calibrator that can't work on what sites are to send, before they are asked. Of examples that are not
     held out, which validated heads are made from, less is known than of all.
     """
-    form = task.form or FORMS[0]
     if validated:
         form = "pooled" if form in ("class", "pooled") else "none"
     wanted, _, useful = plan(form)
@@ -294,93 +283,6 @@ def _hear(roster: Roster, replies: Replies, use: Callable[[str, Taken], None]) -
 
 def _alone(site: str, other: str | None) -> str:
     return f"{site} decides alone: " + ("nobody else has answered" if other is None else f"without it {other} is best")
-
-
-class _Gathering:
-    """Statistics on their way into one sum: beside it, at most one site's are held."""
-
-    def __init__(
-        self, model: Split, task: Task, accept: Sequence[str], keys: Sites | None,
-        plan: Callable[[str], Plan], whole: bool, robust: bool,
-    ) -> None:  # fmt: skip
-        self.model, self.task, self.accept, self.keys = model, task, accept, keys
-        self.weights = weights_digest(model)
-        self.width = Transform(task.transform).width(model.dimension)
-        self._plan, self.whole, self.robust = plan, whole, robust
-        self.plan: Plan
-        self.total: FeatureStats | None = None
-        self.parts: list[tuple[Part, str]] = []
-        self.seen: list[Summary] = []
-        self.owners: dict[str, tuple[str, Owner]] = {}  # of each site the digest of its file, and what it has
-        self.each: list[FeatureStats] = []  # each site's own, where they are needed
-        self.notes: tuple[str, ...] = ()
-
-    def add(self, site: str, sent: Taken) -> None:
-        """Add a site's statistics, or refuse them; then the sum is as it was."""
-        if isinstance(sent, Answer):
-            raise DataError(f"{site}: an answer to heads, which nobody has asked for yet")
-        form = sent.form if isinstance(sent, FeatureStats) else sent.header.form
-        plan = self._plan(self.task.form or form)
-        form = plan.form if self.whole else plan.least
-        stats = sent.reduced(form) if isinstance(sent, FeatureStats) else self._checked(site, sent, form)
-        bare = replace(stats, parts=()) if stats.parts else stats
-        self.total = copy.deepcopy(bare) if self.total is None else self.total._joined(bare)
-        self.plan = plan
-        self.parts += [(part, site) for part in stats.parts]
-        if self.robust:
-            self.each.append((bare.without_held_out if self.whole else None) or bare)
-        elif plan.wanted.apart and not self.whole:
-            self.each.append(bare.reduced("none"))
-
-    def _checked(self, site: str, sent: Statistics, form: str) -> FeatureStats:
-        """What a site has sent, refused where it can't be taken; and what is kept of it."""
-        self._check(site, sent)
-        header, seen = sent.header, list[Summary]()
-        stats = sent.stats(site, form, seen.append)
-        check_plausible([doubt for doubt in seen[0].doubts if doubt.severity != WARN], self.accept)
-        check_new(site, stats.parts, self.parts, site in self.accept)
-        if self.total is not None:
-            self.total.beside(stats.sort, stats.origin)
-        held = stats.count.new_zeros(stats.classes) if stats.held_out is None else stats.held_out.count
-        owner = Owner(site, header.site, stats.count.clone(), held.clone(), header.examples, header.held_out or 0)
-        self.owners[site] = (header.digest, owner)
-        self.seen += seen
-        return stats
-
-    def _check(self, site: str, sent: Statistics) -> None:
-        """Refuse statistics by their header: not of this task, this model, or this site."""
-        header, model = sent.header, self.model
-        check_role(site, header, False)
-        check_header(self.task, TASK, site, header)
-        if self.keys is not None:
-            check_signed(site, header.signed, self.keys)
-        if header.site not in (None, site):
-            raise DataError(f"{site}: signed by {header.site}, whose statistics these are: each site sends its own")
-        if not header.examples:
-            raise DataError(f"{site}: the site has no examples: leave it out")
-        if header.origin.weights not in (None, self.weights):
-            raise DataError(f"{site}: collected with other weights than this model's: let the site load these")
-        if (header.classes, header.dimension) != (model.classes, self.width):
-            raise DataError(f"{site}: {header.classes} classes and {header.dimension} features, but the model has "
-                            f"{model.classes} and {self.width}: let the site load this model")  # fmt: skip
-        known = Known(site, header.origin.labels, inputs=header.origin.inputs)
-        check_known(known, [Known(TASK, self.task.labels, inputs=images_of(self.task.preparation))])
-
-    def material(self, prior: Tensor | None, device: Any) -> Material:
-        """What heads are made from, once all have come; refused where sites are implausible beside each other."""
-        assert self.total is not None
-        total = replace(self.total, parts=tuple(part for part, _ in self.parts))
-        told = odd(self.seen, self.accept, total.origin.labels) if self.seen else []
-        told += dominating({site: owner.examples for site, (_, owner) in self.owners.items()})
-        if self.seen:
-            check_sum(total, False, max(site.step for site in self.seen))
-        if self.robust:
-            total = replace(robust_sum(self.each), parts=total.parts)
-            self.each = []
-        if absent := absent_in(total):
-            told.append(f"no site has examples of class {', '.join(absent)}: the new classifier can't know it")
-        self.notes = tuple(told)
-        return Material(total.to(device), [each.to(device) for each in self.each], prior)
 
 
 # ---------------------------------------------------------------------------------------------- carrying

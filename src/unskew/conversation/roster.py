@@ -104,6 +104,10 @@ class Roster:
         else:
             self.entries[site] = entry
 
+    def refuse(self, site: str, why: str) -> None:
+        """Take back that a reply is used: what was wrong with it showed when all had come."""
+        self.entries[site] = Entry("refused", why)
+
     @property
     def answered(self) -> tuple[str, ...]:
         """Whose replies are used."""

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from unskew.conversation.agreement import few
-from unskew.conversation.errands import bytes_in
+from unskew.conversation.errands import bytes_in, form_within
 from unskew.conversation.model_file import is_code
 from unskew.data.preparation import Preparation
 from unskew.errors import DECAY, Allowed, DataError, UsageError, check_number, expect, lookup
@@ -26,7 +26,8 @@ from unskew.files.untrusted import Content, Source, read_toml, reading
 from unskew.files.writing import write_text
 from unskew.models.transforms import Transform
 from unskew.statistics.header import PRECISIONS, Header
-from unskew.statistics.moments import FORMS
+from unskew.statistics.moments import FORMS, REDUCES
+from unskew.statistics.origin import Origin
 
 VERSION = 1
 LIBRARY_FILES = (".json", ".safetensors", ".bin", ".txt", ".py", ".model", ".jinja", ".pt", ".pth", ".h5", ".msgpack",
@@ -120,6 +121,14 @@ class Task:
         if bare and named["model"] not in self.files:
             del named["model"]  # a type of models, not a folder
         return {role: name for role, name in named.items() if name is not None}
+
+    def sent_as(self, classes: int, width: int) -> tuple[str, str]:
+        """The form and the precision of the statistics that it asks for, of so many classes and features, which are
+        the transformed ones: the same for each site, and known to the server.
+        """
+        origin = Origin(labels=self.labels, preparation=str(self.preparation) or None, nonce=self.nonce)
+        return form_within(self.budget, classes, width, self.form, self.precision, self.transform, self.hold_out > 0,
+                           origin)  # fmt: skip
 
     def to_bytes(self, name: str = "task.toml") -> bytes:
         """The content of the file of this name: TOML."""
@@ -360,6 +369,9 @@ def check_header(task: Task, path: object, file: object, header: Header) -> None
     pairs = [(header.transform, wanted), (held[header.held_out is not None], held[task.hold_out > 0])]
     if (header.origin.labels is None) != (task.labels is None):
         pairs.append(("names of classes", "none") if task.labels is None else ("no names of classes", "them"))
+    form, _ = task.sent_as(header.classes, header.dimension)
+    if form not in REDUCES[header.form]:
+        pairs.append((f"the form {header.form}", form))
     for mine, told in pairs:
         if mine != told:
             raise DataError(
