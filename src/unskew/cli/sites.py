@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unskew.conversation.answers import Owner
     from unskew.conversation.heads_file import Heads
     from unskew.conversation.opening import Site
+    from unskew.statistics.moments import FeatureStats
 
 
 # ---------------------------------------------------------------------------------------------- stats
@@ -142,14 +143,14 @@ def evaluate(
     modules = {"model": site.model.classifier} if found is None else found.modules
     with bar("scoring", site.data.examples, as_json) as progress:
         batches = site.batches(values["device"], progress)
-        scores = scores_of(site.model, batches, modules, hold_out or 0.0, site.name)
+        scores = scores_of(site.model, batches, modules, hold_out or 0.0, site.name, owner[2] if owner else None)
     tell_damaged(site)
     total = next(iter(scores.values())).confusion.sum(1)
     if not heads and not site.fresh and (judgement := judged(Tally.of(scores["model"].confusion))).doubtful:
         right = f"{judgement.right:,} of {judgement.total:,} are right"
         note(f"{site.name}: {right}; {told(judgement, site.data.labels)}")
     if out and owner and found:  # all of them, or none
-        statistics, most = owner
+        statistics, most, _ = owner
         answer = answer_of(found, scores, statistics, hold_out or 0.0)
         check_capped(out, answer, most, found)
         write_text(out, answer.sealed(key).to_bytes().decode())
@@ -165,8 +166,8 @@ def evaluate(
         show(f"{out}: the counts, for the server")
 
 
-def _owner(path: Path, asked: Asked) -> tuple[str, Owner]:
-    """The digest of the file that this site has sent, and how much it has."""
+def _owner(path: Path, asked: Asked) -> tuple[str, Owner, FeatureStats]:
+    """The digest of the file that this site has sent, how much it has, and its statistics."""
     from unskew.conversation.answers import owners_of
     from unskew.conversation.tasks import check_nonce
     from unskew.statistics.file import load
@@ -177,7 +178,7 @@ def _owner(path: Path, asked: Asked) -> tuple[str, Owner]:
     if asked.task is not None:
         check_nonce(asked.task, asked.values["task"], path, stats.origin.nonce)
     ((digest, (owner,)),) = owners_of([path], stats.parts).items()
-    return digest, owner
+    return digest, owner, stats
 
 
 def _heads(path: Path, server: Path | None, site: Site, asked: Asked) -> Heads:

@@ -4,7 +4,8 @@ heads get right. Functions of a model and batches: they know of no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ from unskew.conversation.plausibility import Judgement, Watch, judged
 from unskew.errors import DataError, UsageError, retold
 from unskew.files.limits import amount
 from unskew.models.evaluate import Scores, scored
+from unskew.models.inputs import parts_of
 from unskew.models.networks import Split, evaluating, linear
 from unskew.models.running import Runner, in_type_of
+from unskew.models.transforms import Transform
 from unskew.statistics.collecting import collect, holding_out
 from unskew.statistics.file import size_of
 from unskew.statistics.header import PRECISIONS, kinds_of
@@ -43,8 +46,8 @@ def collected(
     `name` is what the data are called.
     """
     watch = None if fresh else Watch(model.classifier, model.classes)
-    with retold(DataError, lambda text: text if name in text else f"{name}: {text}"):
-        stats = collect(model, batches, model.classes, form, transform, held_out=hold_out, origin=origin,
+    with _told_by(name):
+        stats = collect(model, _dense(batches), model.classes, form, transform, held_out=hold_out, origin=origin,
                         watch=watch).to("cpu")  # fmt: skip
     if not stats.count.sum() > 0:
         raise DataError(f"{name}: there are no examples")
@@ -52,22 +55,72 @@ def collected(
 
 
 def scores_of(
-    model: Split, batches: Batches, heads: Mapping[str, nn.Module], hold_out: float = 0.0, name: str = "this site"
-) -> dict[str, Scores]:
-    """The scores of some heads on a site's examples; with `hold_out` on those alone that `collected` holds out."""
-    classes = linear(next(iter(heads.values()))).out_features
-    scores = {name: Scores(torch.zeros(classes, classes, dtype=torch.int64)) for name in heads}
-    run = Runner(model.features)
-    with evaluating(model), torch.no_grad():
-        for x, y, held in holding_out(batches, hold_out):
+    model: Split, batches: Batches, heads: Mapping[str, nn.Module], hold_out: float = 0.0, name: str = "this site",
+    sent: FeatureStats | None = None,
+) -> dict[str, Scores]:  # fmt: skip
+    """The scores of some heads on a site's examples; with `hold_out` on those alone that `collected` holds out, refused
+    if they are others than those that were held out of the statistics that the site has `sent`.
+    """
+    classes, transform = linear(next(iter(heads.values()))).out_features, "identity" if sent is None else sent.transform
+    scores = {head: Scores(torch.zeros(classes, classes, dtype=torch.int64)) for head in heads}
+    seen = FeatureStats.zero(classes, Transform(transform).width(model.dimension), "none", transform)
+    run, examples = Runner(model.features), 0
+    with evaluating(model), torch.no_grad(), _told_by(name):
+        for x, y, held in holding_out(_dense(batches), hold_out):
             z = run(in_type_of(model.features, x), len(y))
+            seen._check(z, y)
             rows = (held if hold_out else torch.ones_like(held)).to(z.device)
-            for name, head in heads.items():
-                scores[name] += scored(head.to(z.device)(z)[rows], y.to(z.device)[rows], classes)
-    if not next(iter(scores.values())).confusion.sum() > 0:
-        none = f"a share of {hold_out} of its examples is none: such a site need not answer" if hold_out else ""
-        raise DataError(f"{name}: there are no examples to score" + (f"; {none}" if none else ""))
+            z, y = z[rows], y.to(z.device)[rows]
+            seen = seen.to("cpu" if z.device.type == "mps" else z.device)  # which has no float64
+            seen._include(z.to(seen.mean.device), y.to(seen.mean.device))
+            for head, module in heads.items():
+                scores[head] += scored(module.to(z.device)(z), y, classes)
+            examples += len(held)
+    if not seen.count.sum() > 0:
+        why = f"; a share of {hold_out} of its examples is none: such a site need not answer" if hold_out else ""
+        if not examples:
+            once = ": an iterator gives its batches once, so give a list, a DataLoader, or what can begin anew"
+            why = once if isinstance(batches, Iterator) else ""
+        raise DataError(f"{name}: there are no examples to score{why}")
+    if hold_out and sent is not None and sent.held_out is not None:
+        _check_same(name, seen.to("cpu"), sent.held_out, SLIGHT.get(z.dtype, 1e-2))
     return scores
+
+
+SLIGHT = {torch.float64: 1e-3, torch.float32: 1e-3}  # of their length: what another run can change features by
+MOVED = 0.05  # of the squared distance between means of as many other examples of a class
+
+
+def _check_same(name: str, seen: FeatureStats, held: FeatureStats, slight: float) -> None:
+    """Refuse examples that are others than those that were held out, by their counts and means."""
+    n, there = held.count, int((held.count > 0).sum())
+    by_chance = held.squares.sum() / n.sum().clamp(min=1) * there
+    length = held.squares.sum() + n @ held.mean.square().sum(1)
+    moved = n @ (seen.mean - held.mean).square().sum(1)
+    if torch.equal(seen.count, n) and moved <= MOVED * by_chance + slight**2 * length:
+        return
+    raise DataError(
+        f"{name}: these are other examples than those held out of the statistics that were sent, so heads would be "
+        "scored on what they are made of. Give the same data, unchanged, in the same order each time (a DataLoader "
+        "without shuffle=True, no random augmentation), and hold the same share out"
+    )
+
+
+def _dense(batches: Batches) -> Batches:
+    """The batches; refused are tensors that hold no numbers, or only some of them."""
+    for batch in batches:
+        x, y = batch if isinstance(batch, tuple | list) and len(batch) == 2 else ((), ())
+        for _, value in (*parts_of(x), ("", y)):
+            if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+                kind = "on the device meta" if value.is_meta else f"of layout {value.layout}"
+                raise UsageError(f"a batch has a tensor {kind}: give dense ones, as value.to_dense() makes them, with "
+                                 "their numbers")  # fmt: skip
+        yield batch
+
+
+def _told_by(name: str) -> contextlib.AbstractContextManager[None]:
+    """Say in what is refused of data what these are called."""
+    return retold(DataError, lambda text: text if name in text else f"{name}: {text}")
 
 
 def answer_of(heads: Heads, scores: Mapping[str, Scores], statistics: str, hold_out: float) -> Answer:

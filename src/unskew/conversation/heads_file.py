@@ -20,7 +20,7 @@ from unskew.files import limits
 from unskew.files.signing import Key, Signed, is_name, is_nonce, is_signature, signature_of
 from unskew.files.untrusted import Source, parse_json, reading
 from unskew.files.writing import digest, load_sealed, metadata_of, seal, tree_bytes
-from unskew.models.networks import Split, linear_of
+from unskew.models.networks import Split, linear, linear_of
 from unskew.models.transforms import Transform, front_of
 from unskew.statistics.collecting import weights_digest
 from unskew.statistics.fingerprints import Part
@@ -112,10 +112,10 @@ def _head(name: str, front: str, tree: Tree, model: Split) -> nn.Module:
     """A candidate head of a file behind its transform; refused before it is made where it does not fit the model."""
     weight, bias = tree[f"{name}/weight"], tree.get(f"{name}/bias")
     expected = (model.classes, Transform(front).width(model.dimension))
-    biased = bias is None or bias.shape == expected[:1]
-    if weight.shape != expected or not biased or not weight.is_floating_point():
+    biased, kind = bias is None or bias.shape == expected[:1], linear(model.classifier).weight.dtype
+    if weight.shape != expected or not biased or weight.dtype != kind:
         raise DataError(f"its heads don't fit the model: {name!r} is {weight.dtype} of shape {tuple(weight.shape)}; it "
-                        f"must be floating point of shape {expected}")  # fmt: skip
+                        f"must be {kind} of shape {expected}: let the server load this model")  # fmt: skip
     if not all(torch.isfinite(value).all() for value in (weight, bias) if value is not None):
         raise DataError(f"{name!r} holds NaN or infinity")
     return behind(linear_of(weight, bias), front, model.dimension)

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from unskew.conversation.answers import Answer
 from unskew.conversation.heads_file import Heads, read_heads
 from unskew.conversation.tasks import Task
-from unskew.errors import DataError
+from unskew.errors import DataError, expect
 from unskew.files.signing import Key
 from unskew.files.streams import Reader
 from unskew.files.untrusted import Content, reading
@@ -74,6 +74,7 @@ class Candidates:
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "heads") -> Candidates:
         """A file whose seal fits; `heads` looks whether they fit the model."""
+        expect("content", content, bytes, "give the bytes that the server has sent")
         load_sealed(Content(where, content))
         return cls(content)
 

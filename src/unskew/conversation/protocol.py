@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -39,7 +40,7 @@ from unskew.conversation.heads_file import heads_bytes
 from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Bytes, Late, Require, Roster, Sent, Taken, needed
 from unskew.conversation.tasks import Task
-from unskew.errors import DataError, UnskewError, UsageError, expect, one_line, printable
+from unskew.errors import DataError, UnskewError, UsageError, expect, one_line, printable, shortened
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
 from unskew.models.transforms import Transform
@@ -66,8 +67,9 @@ def reply(
     """What a site replies to a request, from the model that all share and batches of its own examples.
 
     Batches must come in the same order each time: what is held out is chosen by lot in that order. `sent` is what the
-    site has replied before, or its digest: an answer to heads says by it whose it is. `key` signs what is sent;
-    `server` is the server's key, without which heads are refused.
+    site has replied before, or its digest: an answer to heads says by it whose it is. By the statistics themselves it
+    is seen, and refused, if other examples come than were held out; not by a digest. `key` signs what is sent; `server`
+    is the server's key, without which heads are refused.
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 3))
     >>> said = reply(Task(form="pooled"), model, [(torch.randn(10, 2), torch.arange(10) % 3)])
@@ -78,7 +80,9 @@ def reply(
     if not isinstance(request, Request):
         raise UsageError(f"request is {type(request).__name__}: give the bytes that the server has sent, or its Task "
                          "or Candidates")  # fmt: skip
-    expect("model", model, Split, "cut it first: split(module, example)")
+    _check_model(model)
+    expect("batches", batches, Iterable, "give a list or a DataLoader of pairs of inputs and labels")
+    _check_keys(key=key, server=server)
     if isinstance(request, Task):
         return _statistics(request, model, batches, key)
     heads = request.heads(model)
@@ -91,7 +95,8 @@ def reply(
     if isinstance(sent, Statistics) and heads.signed.nonce != sent.header.origin.nonce:
         raise DataError("these heads are of another conversation than the statistics that this site has sent")
     hold_out = heads.hold_out or 0.0
-    scores = scores_of(model, batches, heads.modules, hold_out)
+    own = sent.stats(form="none") if isinstance(sent, Statistics) else None
+    scores = scores_of(model, batches, heads.modules, hold_out, sent=own)
     return answer_of(heads, scores, sent if isinstance(sent, str) else sent.header.digest, hold_out).sealed(key)
 
 
@@ -101,6 +106,22 @@ def _statistics(task: Task, model: Split, batches: Batches, key: Key | None) -> 
     form, precision = task.sent_as(model.classes, Transform(task.transform).width(model.dimension))
     found = collected(model, batches, form, task.transform, task.hold_out, origin=origin, fresh=True)  # none is judged
     return Statistics.of(found.stats, precision, key)
+
+
+def _check_model(model: Split) -> None:
+    """Refuse what is no model, or one without its weights."""
+    expect("model", model, Split, "cut it first: split(module, example)")
+    if any(value.is_meta for value in model.parameters()):
+        raise UsageError("model is on the device meta, without the values of its weights: load them first")
+
+
+def _check_keys(**given: object) -> None:
+    """Refuse keys that were not read: of who signs (`key`), or of those whose signatures are checked."""
+    for name, value in given.items():
+        own = name == "key"
+        read = "signing.read_key(path)" if own else "signing.read_sites(folder), or signing.one_site(path)"
+        if value is not None:
+            expect(name, value, Key if own else Sites, f"read it by unskew.files.{read}")
 
 
 # ---------------------------------------------------------------------------------------------- the server
@@ -173,7 +194,12 @@ def serve(
     Traceback (most recent call last):
     unskew.errors.DataError: statistics: 0 of 2 sites; a: damaged ...
     """
-    expect("model", model, Split, "cut it first: split(module, example)")
+    _check_model(model)
+    _check_keys(key=key, keys=keys)
+    if not isinstance(calibrator, Calibrator | str):
+        raise UsageError(f"calibrator is {calibrator!r}: give a name such as 'lda', or a Calibrator")
+    if not isinstance(seed, torch.Generator) and (not isinstance(seed, Integral) or not -(2**63) <= int(seed) < 2**64):
+        raise UsageError(f"seed is {seed!r}: give a whole number below 2^64, or a torch.Generator")
     task = Task(form="pooled", hold_out=HOLD_OUT) if task is None else task
     expect("task", task, Task, "read a file by Task.from_bytes(path.read_bytes())")
     if validated and not task.hold_out:
@@ -249,7 +275,8 @@ def _mix(prior: Tensor | Sequence[float] | None, classes: int) -> Tensor | None:
         mix = prior if isinstance(prior, Tensor) else torch.as_tensor(prior, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
         mix = None
-    if mix is None or mix.shape != (classes,) or not ((mix >= 0).all() and 0 < mix.sum() < math.inf):
+    odd = mix is None or mix.shape != (classes,) or mix.is_complex() or mix.is_meta or mix.layout != torch.strided
+    if mix is None or odd or not ((mix >= 0).all() and 0 < mix.sum() < math.inf):
         raise UsageError(f"prior is {prior!r}: it must be {classes} numbers of 0 or more, not all 0")
     return mix
 
@@ -275,10 +302,18 @@ def _hear(roster: Roster, replies: Replies, use: Callable[[str, Taken], None]) -
     if not isinstance(replies, Iterable):
         raise UsageError(f"what ask has given is {type(replies).__name__}: let it give pairs of a site's name and what "
                          "came from it, or a mapping; an empty one where nothing came")  # fmt: skip
-    pairs = replies.items() if isinstance(replies, Mapping) else replies
-    for site, sent in pairs:
+    for pair in replies.items() if isinstance(replies, Mapping) else replies:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise UsageError(f"ask has given {type(pair).__name__} {_few(pair)}: let it give pairs of a site's name, a "
+                             "text, and what came from it")  # fmt: skip
+        site, sent = pair
+        del pair  # lest it is held while the next one comes
         roster.take(site, sent, use)
-        del sent  # lest it is held while the next one comes
+        del sent
+
+
+def _few(value: object) -> str:
+    return shortened(repr(value), 80)
 
 
 def _alone(site: str, other: str | None) -> str:
@@ -299,7 +334,12 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
     >>> result.rosters[0].answered
     ('a', 'b')
     """
-    request = next(server)
+    expect("server", server, Generator, "give serve(model, sites, ...), then ask")
+    expect("ask", ask, Callable, "give a function of a request, as in_process makes one")  # type: ignore[arg-type]
+    try:
+        request = next(server)
+    except StopIteration:
+        raise UsageError("server has ended: begin another conversation, with a new serve(...)") from None
     while True:
         try:
             request = server.send(ask(request))

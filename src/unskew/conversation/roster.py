@@ -159,7 +159,11 @@ def needed(require: Require, sites: int) -> int:
 def _read(sent: Taken | Bytes, site: str) -> Taken:
     """The reply that came; refused if it is none."""
     if isinstance(sent, Bytes):
-        return read_reply(bytes(sent), site)
+        try:
+            content = bytes(sent)
+        except ValueError as error:  # a view whose memory is gone
+            raise DataError(f"{site}: {error}: give the bytes that came") from None
+        return read_reply(content, site)
     if not isinstance(sent, Taken):
         raise DataError(f"{site}: a transport has given {type(sent).__name__} for it: give the bytes that came")
     return sent
