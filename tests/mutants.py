@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant("conversation", "if sum(answer.total) > all_of_it:", "if sum(answer.total) > 2 * all_of_it:", ANSWERS),
     Mutant("conversation", "if answer.nonce != heads.signed.nonce:", "if answer.nonce is None and heads.signed.nonce:",
            f"{ANSWERS} {IDENTITY}"),
-    Mutant("conversation", "if answer.statistics in met:", "if path in met.values():", ANSWERS),
+    Mutant("conversation", "if len(before) > len(others):", "if path in before:", ANSWERS),
     Mutant("conversation", "_text(values).encode() != content or", "", ANSWERS),
     Mutant("conversation", 'or ".." in path.parts', "", TASKS),
     Mutant("conversation", "(held := checksum_of(place)) != told", "(held := checksum_of(place)) == ''", TASKS),
