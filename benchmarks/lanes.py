@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--lanes", default="", help="numbers of lanes; train chooses if none is given")
     parser.add_argument("--precision", default="float32")
     parser.add_argument(
-        "--layout", default="", help="of the step: grouped, fused, apart; train chooses if none is given"
+        "--layout", default="", help="of the step: grouped, fused, joined, apart; train chooses if none is given"
     )
     parser.add_argument("--method", default="fedavg", choices=METHODS)
     parser.add_argument("--model", default="cnn")

@@ -64,6 +64,7 @@ def main() -> None:
     """Train them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--model", default="cnn")
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=100)
@@ -84,7 +85,7 @@ def main() -> None:
     cases = list(itertools.product(given.methods.split(","), map(float, given.alphas.split(",")), range(given.seeds)))
     experiments = [
         Experiment(
-            data=given.data, model="cnn", method=spec(method, alpha), partition=given.partition, alpha=alpha,
+            data=given.data, model=given.model, method=spec(method, alpha), partition=given.partition, alpha=alpha,
             balance=given.balance, seed=seed, cut_seed=seed if given.cut == "own" else int(given.cut),
             clients=given.clients, fraction=given.fraction, schedule=given.schedule,
             rounds=given.rounds, epochs=given.epochs, batch=64, lr=given.lr, augment=True, calibrate=given.calibrate,

@@ -23,11 +23,10 @@ CORE = ("tree", "seeds", "data.datasets", "data.partition", "models.networks", "
         "models.transforms", "methods.optim", "methods.algorithms", "training.client", "training.simulate",
         "training.aggregate", "statistics.moments", "calibration.virtual", "calibration.ridge",
         "calibration.discriminants", "calibration.selection")  # fmt: skip
-ELSEWHERE = {
-    "unskew.__main__",
-    *([] if importlib.util.find_spec("triton") else ["unskew.training.engines.lanes.fused.triton_kernels"]),
-}
-MODULES = sorted(item.name for item in pkgutil.walk_packages([str(SOURCE)], "unskew.") if item.name not in ELSEWHERE)
+ELSEWHERE = ("unskew.__main__", *([] if importlib.util.find_spec("triton") else ["_kernels"]))
+MODULES = sorted(
+    item.name for item in pkgutil.walk_packages([str(SOURCE)], "unskew.") if not item.name.endswith(ELSEWHERE)
+)
 
 
 def printed(code: str) -> list[str]:

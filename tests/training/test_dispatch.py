@@ -275,7 +275,7 @@ def test_two_processes_give_the_same_as_one(tmp_path):
         assert all(gap(results[0][case][at][1], results[1][case][at][1]) == 0 for at in range(9))
 
 
-@pytest.mark.parametrize("layout", ["fused", "apart"])
+@pytest.mark.parametrize("layout", ["fused", "apart", "joined"])
 def test_other_layouts_of_the_step(layout, ragged):
     layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
     model = Split(nn.Sequential(*layers), nn.Linear(36, 5)).double()
@@ -290,7 +290,7 @@ def test_other_layouts_of_the_step(layout, ragged):
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize("layout", ["grouped", "apart"])
+@pytest.mark.parametrize("layout", ["grouped", "apart", "joined"])
 def test_bfloat16_by_autocast_is_near(layout, norm, ragged):
     model = toy_model(norm).float()
     run = Training(model, ragged, fedavg(), rounds=2, batch=8, lr=0.05)

@@ -84,7 +84,7 @@ class Experiment:
         "auto", "sequential, batched, workers (CPU processes) or lanes; auto: the fastest by a measurement"
     )
     lanes: int = _about(0, "how many lanes; 0: what a rehearsal finds fastest", NOT_NEGATIVE)
-    lane_layout: str = _about("auto", "of the lanes' step: grouped, fused or apart; auto: the fastest")
+    lane_layout: str = _about("auto", "of the lanes' step: grouped, fused, joined or apart; auto: the fastest")
     precision: str = _about("float32", "of lanes on a GPU: float32, tf32 or bfloat16")
     device: str = _about("auto", "cpu, cuda or cuda:N; auto: a GPU if there is one")
     threads: int = _about(0, "CPU threads; 0: one for small networks, else what torch takes", NOT_NEGATIVE)

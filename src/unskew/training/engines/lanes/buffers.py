@@ -27,7 +27,7 @@ from unskew.methods.algorithm import Client, Context
 from unskew.methods.optim import SGD
 from unskew.seeds import derive
 from unskew.training.client import Local, begin, leave
-from unskew.training.engines.lanes.step import LAYOUTS, Buffers, Rows, draws, lane_step
+from unskew.training.engines.lanes.step import LAYOUTS, Buffers, Rows, draws, in_parts, lane_step, written
 from unskew.training.training import Training
 from unskew.tree import Tree, each, pick, rows, stack, under
 
@@ -61,7 +61,8 @@ class LaneBuffers:
             "numbers": dict.fromkeys(algorithm.numbers, like.new_zeros(())),
             "given": dict.fromkeys((*SGD._fields, "count"), like.new_zeros(())),
         }  # fmt: skip
-        self.rows_of = {name: Rows(example, like, count) for name, example in examples.items()}
+        self.written = written(layout)
+        self.rows_of = {name: Rows(example, like, count, layout == "joined") for name, example in examples.items()}
         self.kept = Rows(client.tree(), like)
         plans = (count, 1 << (longest - 1).bit_length(), run.batch)  # few shapes: a compiled step is found again
         self.buffers: Buffers = {
@@ -89,19 +90,21 @@ class LaneBuffers:
         }  # fmt: skip
         self.steps = {size: self._prepared(size, compile) for size in ladder}
 
-    def _held(self, lanes: slice) -> list[Tensor]:
-        """Some lanes of all buffers, in their order."""
-        return [value[lanes] for value in self.buffers.values()]
+    def _held(self, lanes: slice) -> Buffers:
+        """Some lanes of all buffers, as a step takes them."""
+        return in_parts({name: value[lanes] for name, value in self.buffers.items()}, self.rows_of, self.written)
 
     def _traced(self, size: int, compile: bool) -> Callable[..., None]:
         """The step as a function of the buffers of so many lanes, compiled if asked."""
 
+        names, values = zip(*self._held(slice(size)).items(), strict=True)
+
         def flat(*values: Tensor) -> None:
-            self.act(self.data, dict(zip(self.buffers, values, strict=True)))
+            self.act(self.data, dict(zip(names, values, strict=True)))
 
         if not compile:
             return flat
-        traced = make_fx(flat)(*self._held(slice(size)))
+        traced = make_fx(flat)(*values)
         return cast(Callable[..., None], torch.compile(traced, dynamic=False, options=OPTIONS))
 
     def _prepared(self, size: int, compile: bool) -> Callable[[], None]:
@@ -110,13 +113,13 @@ class LaneBuffers:
             whole, together = self._traced(size, compile), size
             if self.pair is not None and not self.noise and not self._agree(whole, size):
                 whole, together = self.pair, PAIR
-            parts = [self._held(slice(first, first + together)) for first in range(0, size, together)]
+            parts = [[*self._held(slice(first, first + together)).values()] for first in range(0, size, together)]
 
             def step() -> None:
                 for values in parts:
                     whole(*values)
         else:
-            one, each_lane = self.apart, [self._held(slice(lane, lane + 1)) for lane in range(size)]
+            one, each_lane = self.apart, [[*self._held(slice(lane, lane + 1)).values()] for lane in range(size)]
 
             def step() -> None:
                 with contextlib.ExitStack() as ends:
@@ -160,7 +163,7 @@ class LaneBuffers:
         lanes, after = each(lambda value: value.repeat_interleave(size, 0), lanes), []
         for position in (0, length - 1):
             lanes["position"].fill_(position)
-            step(*lanes.values())
+            step(*in_parts(lanes, self.rows_of, self.written).values())
             after += [lanes[name].clone() for name in ("model", "velocity", "loss")]
         return after
 

@@ -1,16 +1,17 @@
 """The step of lanes: one SGD step of all of them at once, and the layouts it has.
 
 Weights of its own for every lane make a convolution a grouped one, which cuDNN runs well for some sizes only. So there
-are three layouts of a step. Grouped: all lanes at once, as vmap makes it. Fused: the same, with the kernels of `fused`
-where they fit; best for a few channels. Apart: each lane by itself, on streams beside each other; best for a large
-network, whose plain convolutions fill the GPU, and on a CPU for all but small ones.
+are four layouts of a step. Grouped: all lanes at once, as vmap makes it. Fused: the same, with the kernels of `fused`
+where they fit; best for a few channels. Joined: the same, with the kernels of `joined`, for any convolutions of 8
+channels and more. Apart: each lane by itself, on streams beside each other; for a large network, whose plain
+convolutions fill the GPU, and on a CPU for all but small ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,8 @@ from unskew.methods.optim import SGD
 from unskew.models.networks import Split
 from unskew.training.client import Local, batch_of, local_step
 from unskew.training.engines.lanes.fused.layer import fused, fusible
+from unskew.training.engines.lanes.joined.layers import joinable, joined
+from unskew.training.engines.lanes.plain import plain
 from unskew.training.functional import network
 from unskew.training.training import Training
 from unskew.tree import Tree, each, rows
@@ -34,10 +37,14 @@ ALIGNED = 64  # elements: unaligned matrices are slow
 
 
 class Rows:
-    """Trees of the same names and shapes, each a row of one tensor, so that a client is moved by one copy."""
+    """Trees of the same names and shapes, each a row of one tensor, so that a client is moved by one copy.
 
-    def __init__(self, example: Tree, like: Tensor, rows: int = 0) -> None:
+    With `channels_last` the weights of a convolution lie as (outputs, k, k, channels).
+    """
+
+    def __init__(self, example: Tree, like: Tensor, rows: int = 0, channels_last: bool = False) -> None:
         self.shapes = {name: value.shape for name, value in example.items()}
+        self.turned = {name for name, shape in self.shapes.items() if channels_last and len(shape) == 4}
         self.places: dict[str, tuple[int, int]] = {}
         self.width = 0
         for name, value in example.items():
@@ -53,10 +60,26 @@ class Rows:
 
     def trees(self, flat: Tensor) -> Tree:
         """Views by name of one row, (width), or of several, (K, width)."""
-        return {
-            name: flat[..., start:end].view((*flat.shape[:-1], *self.shapes[name]))
-            for name, (start, end) in self.places.items()
-        }
+        return self.shaped(self.parts(flat))
+
+    def parts(self, flat: Tensor) -> Tree:
+        """Views by name, of one row or several, not shaped yet."""
+        return {name: flat[..., start:end] for name, (start, end) in self.places.items()}
+
+    def shaped(self, parts: Tree) -> Tree:
+        """Parts as the tensors that they are."""
+        return {name: self._as_it_is(name, part) for name, part in parts.items()}
+
+    def _as_it_is(self, name: str, part: Tensor) -> Tensor:
+        shape = self.shapes[name]
+        if name in self.turned:
+            return part.view((*part.shape[:-1], shape[0], *shape[2:], shape[1])).movedim(-1, -3)
+        return part.view((*part.shape[:-1], *shape))
+
+    def flat_part(self, name: str, value: Tensor, count: tuple[int, ...]) -> Tensor:
+        """A tensor as it lies in its part, count = (), or stacked ones, count = (K,)."""
+        value = value.movedim(-3, -1) if name in self.turned else value
+        return value.reshape(*count, -1).to(self.flat.dtype)
 
     def packed(self, tree: Tree, count: tuple[int, ...]) -> Tensor:
         """A tree as a new row, count = (), or stacked ones as rows, count = (K,).
@@ -65,7 +88,7 @@ class Rows:
         """
         rooms, parts = [*(start for start, _ in self.places.values()), self.width][1:], []
         for (name, (_, end)), room in zip(self.places.items(), rooms, strict=True):
-            flat = tree[name].reshape(*count, -1).to(self.flat.dtype)
+            flat = self.flat_part(name, tree[name], count)
             parts += [flat, flat.new_zeros(*count, room - end)] if room > end else [flat]
         return torch.cat(parts, -1) if parts else self.flat.new_zeros(*count, 0)
 
@@ -80,7 +103,23 @@ class Rows:
 
 Buffers = dict[str, Tensor]  # what the lanes hold, each with the lanes as its first axis
 
-LAYOUTS = ("grouped", "fused", "apart")
+
+def in_parts(lanes: Buffers, rows_of: dict[str, Rows], names: Sequence[str]) -> Buffers:
+    """The same, but rows of these names tensor by tensor: as arguments of their own a compiler writes each in place.
+
+    As views of one argument it would chain one update after the other.
+    """
+    whole = {name: value for name, value in lanes.items() if name not in names}
+    parts = {f"{name}/{key}": part for name in names for key, part in rows_of[name].parts(lanes[name]).items()}
+    return {**parts, **whole}
+
+
+def written(layout: str) -> tuple[str, ...]:
+    """The rows that a step takes and writes tensor by tensor; others are written as a whole."""
+    return ("model", "velocity") if layout == "joined" else ()
+
+
+LAYOUTS = ("grouped", "fused", "apart", "joined")
 LARGE = 1_000_000  # parameters from which on lanes are better apart
 SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 
@@ -91,19 +130,21 @@ def layout_of(run: Training, precision: str) -> str:
         return "grouped" if run.net.size < SMALL and not draws(run.model) else "apart"
     if precision != "float32" and fusible(run.model):
         return "fused"
+    if precision == "bfloat16" and run.net.size < LARGE and joinable(run.model):
+        return "joined"
     return "apart" if run.net.size >= LARGE else "grouped"
 
 
 def lane_step(
     run: Training, rows_of: dict[str, Rows], autocast: bool, layout: str
 ) -> Callable[[Dataset, Buffers], None]:
-    """One step of all lanes of some buffers, in place; it reads nothing back, so that a CUDA graph can hold it.
+    """One step of all lanes of some buffers `in_parts`, in place; it reads nothing back, so a CUDA graph can hold it.
 
     In the layout "apart" it takes the buffers of one lane.
     """
-    model = cast(Split, fused(run.model)) if layout == "fused" else run.model
     device = run.federation.data.y.device
-    net = network(_norms_in_float32(model), device) if autocast else network(model, device)
+    model = cast(Split, {"fused": fused, "joined": joined}.get(layout, copy.copy)(run.model))
+    net, names = network(plain(model) if autocast or layout == "joined" else model, device), written(layout)
     step = local_step(net, run.algorithm)
     axes = Context(*(0 if rows_of[name].places else None for name in Context._fields))  # type: ignore[arg-type]
     stepped = vmap(step, in_dims=(0, 0, axes, 0, 0), randomness="different")
@@ -113,8 +154,10 @@ def lane_step(
         place = torch.arange(len(position), device=position.device), position
         chosen = lanes["rows"][place].long()  # (K, B)
         cropped = Crops(lanes["shift"][place], lanes["flip"][place]) if run.augment else None
-        batch = batch_of(data, lanes["model"].dtype, chosen, cropped)
-        trees = {name: held.trees(lanes[name]) for name, held in rows_of.items()}
+        batch = batch_of(data, lanes["loss"].dtype, chosen, cropped)
+        parts = {name: {key: lanes[f"{name}/{key}"] for key in rows_of[name].places} for name in names}
+        trees = {name: held.trees(lanes[name]) for name, held in rows_of.items() if name not in names}
+        trees.update((name, rows_of[name].shaped(parts[name])) for name in names)
         local = Local(trees["model"], trees["velocity"], trees["steps"], lanes["loss"])
         context = Context(*(trees[name] for name in Context._fields))
         given = trees["given"]
@@ -128,7 +171,10 @@ def lane_step(
             else:
                 after = stepped(local, batch, context, progress, sgd)
         for name, tree in zip(("model", "velocity", "steps"), after[:3], strict=True):
-            if tree:  # written as a whole: a compiler makes long work of many views
+            for key, part in parts.get(name, {}).items():
+                if key in after.velocity or key in net.moving:  # nothing else changes
+                    part.copy_(rows_of[name].flat_part(key, tree[key], (len(position),)))
+            if tree and name not in names:  # written as a whole: a compiler makes long work of many views
                 lanes[name].copy_(rows_of[name].packed(tree, (len(position),)))
         lanes["loss"].copy_(after.loss)
         position.add_(1).clamp_(max=lanes["rows"].shape[1] - 1)  # a lane without a client stays inside its plan
@@ -146,33 +192,6 @@ def _only(local: Local, batch: Batch, context: Context, progress: Tensor, sgd: S
     numbers = SGD(*(cast(Tensor, value)[0] for value in sgd))  # type: ignore[arg-type]
     given = Context(*(rows(cast(Tree, tree), 0) for tree in context))
     return one, Batch(x, batch.y[0]), given, progress[0], numbers
-
-
-class _InFloat32(nn.Module):
-    """A norm in float32 under autocast, for vmap's own rule takes no mixture; what it gives is as wide as its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            made: Tensor = super().forward(x.float())
-            return made.to(x.dtype)
-
-
-class _BatchNorm(_InFloat32, nn.BatchNorm2d):
-    pass
-
-
-class _GroupNorm(_InFloat32, nn.GroupNorm):
-    pass
-
-
-def _norms_in_float32(model: Split) -> Split:
-    """A copy of the model whose norms compute in float32."""
-    model = copy.deepcopy(model)
-    for part in model.modules():
-        for plain, wide in ((nn.BatchNorm2d, _BatchNorm), (nn.GroupNorm, _GroupNorm)):
-            if type(part) is plain:
-                part.__class__ = wide
-    return model
 
 
 def draws(model: Split) -> bool:

@@ -22,13 +22,14 @@ Images are packed: (lanes, batch, height, width, channels), the channels filled 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from unskew.training.engines.lanes.operations import operation
 
 DEAD = 4  # a maximum below zero: ReLU lets nothing back
 CHUNK = 64  # rows of the right matrix are a multiple of this
@@ -127,35 +128,6 @@ def spread(w: Tensor, source: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------- operations
 
-_library = torch.library.Library("unskew", "DEF")
-
-
-def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a torch op of a function of lanes; under `vmap` the axes in front are joined."""
-    name = schema.partition("(")[0]
-
-    def joined(info: Any, axes: tuple[int | None, ...], *given: Any) -> Any:
-        arguments = []
-        for value, axis in zip(given, axes, strict=True):
-            if isinstance(value, Tensor):
-                value = value.expand(info.batch_size, *value.shape) if axis is None else value.movedim(axis, 0)
-                value = value.flatten(0, 1)
-            arguments.append(value)
-        made = getattr(torch.ops.unskew, name)(*arguments)
-        if isinstance(made, Tensor):
-            return made.unflatten(0, (info.batch_size, -1)), 0
-        return tuple(part.unflatten(0, (info.batch_size, -1)) for part in made), (0,) * len(made)
-
-    def defined(function: Callable[..., Any]) -> Callable[..., Any]:
-        _library.define(schema)
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"unskew::{name}", fake, lib=_library)
-        torch.library.register_vmap(f"unskew::{name}", joined, lib=_library)
-        operation: Callable[..., Any] = getattr(torch.ops.unskew, name)
-        return operation
-
-    return defined
-
 
 def _lines(x: Tensor, blocks: Blocks) -> Tensor:
     """The left matrix: (L, B, h / 2, blocks in a line, depth)."""
@@ -179,7 +151,7 @@ def _pooled_like(x: Tensor, matrix: Tensor, b: Tensor, channels: int, outputs: i
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.uint8)
 
 
-@_operation(
+@operation(
     "conv_relu_max(Tensor x, Tensor matrix, Tensor b, int channels, int outputs, int k) -> (Tensor, Tensor)",
     _pooled_like,
 )
@@ -204,7 +176,7 @@ def _weights_like(x: Tensor, slopes: Tensor, channels: int, outputs: int, k: int
     return x.new_empty(x.shape[0], Blocks(channels, outputs, k).depth, slopes.shape[-1], dtype=slopes.dtype)
 
 
-@_operation("conv_weights(Tensor x, Tensor slopes, int channels, int outputs, int k) -> Tensor", _weights_like)
+@operation("conv_weights(Tensor x, Tensor slopes, int channels, int outputs, int k) -> Tensor", _weights_like)
 def conv_weights(x: Tensor, slopes: Tensor, channels: int, outputs: int, k: int) -> Tensor:
     """(L, B, H, W, cp), (L, B, h / 2, blocks in a line, 4 * width) -> the right matrix's gradient."""
     blocks = Blocks(channels, outputs, k)
@@ -219,7 +191,7 @@ def _inputs_like(slopes: Tensor, matrix: Tensor, height: int, width: int, *sizes
     return slopes.new_empty(*slopes.shape[:2], height, width, Blocks(*sizes).cp)
 
 
-@_operation(
+@operation(
     "conv_inputs(Tensor slopes, Tensor matrix, int height, int width, int channels, int outputs, int k) -> Tensor",
     _inputs_like,
 )

@@ -1,0 +1,1 @@
+"""Convolutions of all lanes in one launch."""

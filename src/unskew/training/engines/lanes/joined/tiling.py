@@ -1,0 +1,77 @@
+"""How products and norms are cut into tiles on a GPU, by what was best on an H200: benchmarks/notes."""
+
+from __future__ import annotations
+
+PROGRAMS = 528  # that fill a GPU: four for each multiprocessor of an H200
+
+
+def power(number: int) -> int:
+    """The next power of two."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def width(channels: int, most: int = 128) -> int:
+    """Columns of a tile: few are left over."""
+    return max(16, min(most, power(channels)))
+
+
+def depth(channels: int) -> int:
+    """How much of a product's depth is loaded at once."""
+    return min(64, max(16, power(channels)))
+
+
+def product(columns: int, inner: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and depth of a tile of images, its warps, and loads under way."""
+    return 128, width(columns), depth(inner), 8 if columns > 64 else 4, 3
+
+
+def of_weights(channels: int, outputs: int) -> tuple[int, int, int, int, int]:
+    """The same of weights: the depth are pixels."""
+    return width(outputs), width(channels), 64, 4, 3
+
+
+def flat(channels: int) -> tuple[int, int]:
+    """Pixels and channels of a tile that is no product."""
+    return 2048 // width(channels, 64), width(channels, 64)
+
+
+def _split(pixels: int, tile: int, programs: int) -> tuple[int, int]:
+    """Into how many parts pixels are cut, each of how many tiles, so that programs fill a GPU."""
+    tiles = -(-pixels // tile)
+    each = -(-tiles // max(1, min(-(-PROGRAMS // programs), tiles // 4)))
+    return -(-tiles // each), each
+
+
+def split(lanes: int, channels: int, outputs: int, k: int, pixels: int) -> tuple[int, int, int]:
+    """Of the gradient of weights: tiles, parts of the pixels, and each part's tiles."""
+    high, wide, deep, *_ = of_weights(channels, outputs)
+    tiles = k * k * -(-outputs // high) * -(-channels // wide)
+    return tiles, *_split(pixels, deep, tiles * lanes)
+
+
+def parts_of(lanes: int, channels: int, outputs: int, k: int, pixels: int) -> int:
+    """How many parts the gradient of weights has."""
+    return split(lanes, channels, outputs, k, pixels)[1]
+
+
+def depthwise_split(lanes: int, channels: int, k: int, pixels: int) -> tuple[int, int, int]:
+    """The same where each channel is by itself."""
+    high, wide = flat(channels)
+    tiles = k * k * -(-channels // wide)
+    return tiles, *_split(pixels, high, tiles * lanes)
+
+
+def depthwise_parts_of(lanes: int, channels: int, k: int, pixels: int) -> int:
+    """The same where each channel is by itself."""
+    return depthwise_split(lanes, channels, k, pixels)[1]
+
+
+NORM = 16_384  # elements of a norm's tile
+
+
+def of_norm(pixels: int, channels: int, groups: int) -> tuple[int, int, int, int]:
+    """Pixels, groups and channels of a group that a program holds at once, and its warps."""
+    deep = power(channels // groups)
+    high = max(1, min(power(pixels), NORM // deep))
+    most = min(groups & -groups, max(1, NORM // (high * deep)), max(1, 64 // deep))  # 128 bytes side by side
+    return high, most, deep, max(1, min(8, high * most * deep // 512))

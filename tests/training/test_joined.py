@@ -1,0 +1,166 @@
+"""Convolutions of all lanes in one launch: their twins in plain torch are torch's own, under vmap and in gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from unskew.models.networks import build
+from unskew.training.engines.lanes.joined.layers import JoinedConv, joined
+from unskew.training.engines.lanes.joined.norm import JoinedGroupNorm
+from unskew.training.engines.lanes.plain import PlainBatchNorm, PlainGroupNorm, plain
+
+
+def gradients(net, params, x, y):
+    def loss(params, x, y):
+        return F.cross_entropy(functional_call(net, params, (x,)), y)
+
+    return vmap(grad(loss))(params, x, y)
+
+
+def lanes_of(net, size, draw):
+    """Other weights on each of two lanes, and a batch for each."""
+    params = {
+        name: value.detach() + 0.1 * torch.randn(2, *value.shape, generator=draw, dtype=value.dtype)
+        for name, value in net.named_parameters()
+    }
+    x = torch.randn(2, 3, 3, size, size, generator=draw, dtype=torch.float64)
+    return params, x, torch.randint(0, 10, (2, 3), generator=draw)
+
+
+@pytest.mark.parametrize("name", ["vgg13", "resnet18", "senet18", "mobilenetv2", "convnet"])
+def test_a_joined_network_is_the_network(name):
+    draw = torch.Generator().manual_seed(0)
+    net = build(name, 10, 3, 16, generator=draw).double()
+    made = plain(joined(net))
+    kinds = {type(part) for part in made.modules()}
+    assert JoinedConv in kinds
+    assert JoinedGroupNorm in kinds
+    assert not {nn.Conv2d, nn.GroupNorm} & kinds
+    assert made.state_dict().keys() == net.state_dict().keys()
+    given = lanes_of(net, 16, draw)
+    theirs, mine = (gradients(each, *given) for each in (net, made))
+    for key, value in theirs.items():
+        assert (mine[key] - value).norm() < 1e-9 * max(1, value.norm()), key
+
+
+def test_it_can_be_traced_as_the_lanes_do():
+    draw = torch.Generator().manual_seed(0)
+    net = build("mobilenetv2", 10, 3, 16, generator=draw).double()
+    made, given = plain(joined(net)), lanes_of(net, 16, draw)
+    graph = make_fx(lambda *given: gradients(made, *given))(*given)
+    names = {str(node.target).removeprefix("unskew.") for node in graph.graph.nodes}
+    wanted = [name + of for name in ("convolve", "depthwise") for of in ("", "_inputs", "_weights")]
+    assert {f"{name}.default" for name in wanted} <= names
+    assert not any("convolution" in name for name in names)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7])
+@pytest.mark.parametrize("train", [True, False])
+def test_batch_norm_is_torchs_own(momentum, train):
+    draw = torch.Generator().manual_seed(0)
+    theirs = nn.BatchNorm2d(6, momentum=momentum).double().train(train)
+    theirs.weight.data.normal_(generator=draw)
+    mine = plain(theirs)
+    assert type(mine) is PlainBatchNorm
+    for _ in range(2):
+        x = 3 + torch.randn(5, 6, 4, 3, generator=draw, dtype=torch.float64)
+        assert (mine(x) - theirs(x)).abs().max() < 1e-12
+    for key in ("running_mean", "running_var"):
+        assert (getattr(mine, key) - getattr(theirs, key)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (4, 8, 5), (4, 8, 5, 3)])
+def test_group_norm_is_torchs_own(shape):
+    draw = torch.Generator().manual_seed(0)
+    theirs = nn.GroupNorm(2, 8).double()
+    theirs.weight.data.normal_(generator=draw)
+    mine, x = plain(theirs), 100 + torch.randn(shape, generator=draw, dtype=torch.float64)
+    assert type(mine) is PlainGroupNorm
+    assert (mine(x) - theirs(x)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(8, 16, 3, dilation=2),
+        nn.Conv2d(8, 16, 3, padding_mode="reflect", padding=1),
+        nn.Conv2d(8, 16, (3, 1)),
+        nn.Conv2d(8, 16, 3, padding="same"),
+        nn.Conv2d(8, 16, 3, groups=2),
+        nn.Conv2d(8, 12, 3),
+    ],
+    ids=["dilation", "reflection", "not square", "padding by a word", "groups", "odd channels"],
+)
+def test_what_does_not_fit_stays(conv):
+    assert type(joined(nn.Sequential(conv))[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(8, 16, 3, bias=True),
+        nn.Conv2d(3, 8, 5, stride=2, padding=2),
+        nn.Conv2d(5, 8, 1),
+        nn.Conv2d(16, 8, 1, stride=2),
+        nn.Conv2d(8, 8, 3, groups=8, stride=2, padding=1),
+        nn.Conv2d(8, 8, 2, stride=3, padding=1),
+    ],
+    ids=str,
+)
+def test_any_size_stride_and_padding_and_the_gradients_of_inputs(conv):
+    draw = torch.Generator().manual_seed(0)
+    plain = nn.Sequential(conv).double()
+    made = joined(plain)
+    assert type(made[0]) is JoinedConv
+    x = torch.randn(2, conv.in_channels, 9, 8, generator=draw, dtype=torch.float64).requires_grad_()
+    assert (made(x) - plain(x)).abs().max() < 1e-12
+    mine, theirs = (torch.autograd.grad((net(x) ** 2).sum(), [x, *net.parameters()]) for net in (made, plain))
+    assert all((one - other).abs().max() < 1e-10 for one, other in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (10, 64, 32, 32, 64, 64, 3, 1, 1),
+        (3, 5, 17, 19, 24, 40, 3, 2, 1),
+        (2, 64, 4, 4, 512, 512, 3, 1, 1),
+        (4, 7, 16, 16, 96, 160, 1, 1, 0),
+        (4, 7, 15, 16, 64, 128, 1, 2, 0),
+        (2, 3, 9, 9, 16, 16, 2, 3, 0),
+    ],
+    ids=str,
+)
+def test_kernels_are_their_twins(sizes, precision):
+    from unskew.training.engines.lanes.joined import layers
+
+    lanes, batch, height, width, channels, outputs, k, stride, padding = sizes
+    draw, kind = torch.Generator().manual_seed(0), getattr(torch, precision)
+    bound = 1e-5 if precision == "float32" else 1e-2
+
+    def random(*shape):
+        return torch.randn(shape, generator=draw).to(kind)
+
+    def near(name, given, *rest):
+        twin, made = (
+            getattr(layers, name)(*map(moved, given), *rest).cpu().double() for moved in (Tensor.double, Tensor.cuda)
+        )
+        if name.endswith("weights"):
+            twin, made = twin.sum(1), made.sum(1)
+        assert (made - twin).norm() < bound * twin.norm(), name
+
+    x, how = random(lanes, batch, height, width, channels), (stride, padding)
+    for kernel, wide, prefix in (
+        ((lanes, outputs, k, k, channels), outputs, "convolve"),
+        ((lanes, k, k, channels), channels, "depthwise"),
+    ):
+        w = random(*kernel)
+        near(prefix, (x, w), *how)
+        sizes = (layers.reached(size, k, *how) for size in (height, width))
+        g = random(lanes, batch, *sizes, wide)
+        near(f"{prefix}_inputs", (g, w), height, width, *how)
+        near(f"{prefix}_weights", (x, g), k, *how)
