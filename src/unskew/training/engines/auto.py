@@ -134,7 +134,7 @@ def measured(run: Training, precision: str = "float32") -> dict[str, float]:
             steps = max(1, round(TURN * speeds[name] / clients))
             speeds[name] = max(speeds[name], _speed(replace(short, steps=steps), engine))
     if data.y.is_cuda:
-        for layout in LAYOUTS if fusible(run.model) else [name for name in LAYOUTS if name != "fused"]:
+        for layout in ("grouped", *(["fused"] if fusible(run.model) else []), "apart"):
             for count in COUNTS:
                 try:
                     speeds[f"{count} lanes, {layout}"] = _lane_speed(run, count, layout, precision)

@@ -25,7 +25,7 @@ from unskew.methods.optim import SGD
 from unskew.models.networks import Split
 from unskew.training.client import Local, batch_of, local_step
 from unskew.training.engines.lanes.fused.layer import fused, fusible
-from unskew.training.engines.lanes.joined.layers import joinable, joined
+from unskew.training.engines.lanes.joined.layers import joined
 from unskew.training.engines.lanes.plain import plain
 from unskew.training.functional import network
 from unskew.training.training import Training
@@ -119,7 +119,7 @@ def written(layout: str) -> tuple[str, ...]:
     return ("model", "velocity") if layout == "joined" else ()
 
 
-LAYOUTS = ("grouped", "fused", "apart", "joined")
+LAYOUTS = ("grouped", "fused", "apart", "joined")  # the last is asked for by its name: whole runs are to be compared
 LARGE = 1_000_000  # parameters from which on lanes are better apart
 SMALL = 50_000  # parameters below which a network's calls cost more than its arithmetic, on a CPU
 
@@ -130,8 +130,6 @@ def layout_of(run: Training, precision: str) -> str:
         return "grouped" if run.net.size < SMALL and not draws(run.model) else "apart"
     if precision != "float32" and fusible(run.model):
         return "fused"
-    if precision == "bfloat16" and run.net.size < LARGE and joinable(run.model):
-        return "joined"
     return "apart" if run.net.size >= LARGE else "grouped"
 
 

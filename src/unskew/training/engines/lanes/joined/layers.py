@@ -308,12 +308,6 @@ def joined(model: nn.Module) -> nn.Module:
     return model
 
 
-def joinable(model: nn.Module) -> bool:
-    """Whether all convolutions of a model, of which there are some, would be joined."""
-    found = [part for part in model.modules() if isinstance(part, nn.modules.conv._ConvNd)]
-    return bool(found) and all(type(part) is nn.Conv2d and _fits(part) for part in found)
-
-
 def _last(part: nn.Module) -> nn.Module:
     """The layer that a sequence ends in."""
     while isinstance(part, nn.Sequential) and len(part):
