@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from unskew.models.networks import build
 from unskew.training.engines.lanes.joined.layers import JoinedConv, joined
 from unskew.training.engines.lanes.joined.norm import JoinedGroupNorm
-from unskew.training.engines.lanes.plain import PlainBatchNorm, PlainGroupNorm, plain
+from unskew.training.engines.lanes.plain_layers import PlainBatchNorm, PlainGroupNorm, plain
 
 
 def gradients(net, params, x, y):

@@ -26,7 +26,7 @@ from unskew.models.networks import Split
 from unskew.training.client import Local, batch_of, local_step
 from unskew.training.engines.lanes.fused.layer import fused, fusible
 from unskew.training.engines.lanes.joined.layers import joined
-from unskew.training.engines.lanes.plain import plain
+from unskew.training.engines.lanes.plain_layers import plain
 from unskew.training.functional import network
 from unskew.training.training import Training
 from unskew.tree import Tree, each, rows
