@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from unskew.training.engines.lanes.step import precise
 from unskew.training.engines.lanes.timetable import Usage
 from unskew.training.training import Training
 
+TURNS = 5  # of so many steps, of which the median counts
 METHODS = {"fedavg": fedavg, "fedprox": fedprox, "moon": moon, "scaffold": scaffold}
 
 
@@ -122,12 +124,16 @@ def measure_steps(run: Training, given: argparse.Namespace, precision: str, plai
         with precise(precision) as autocast:
             lanes = LaneBuffers(run, [count], 20, autocast=autocast, compile=device.type == "cuda", layout=layout)
         synchronise(device)
-        ready, began = time.perf_counter() - began, time.perf_counter()
-        lanes.take(count, given.repeat)
-        synchronise(device)
-        seconds = (time.perf_counter() - began) / given.repeat
-        print(f"  {count:4d} lanes, {layout}: {1e3 * seconds:7.3f} ms a step, {count / seconds:8.0f} lane-steps/s, "
-              f"{ratios(count / seconds, plain)}, ready in {ready:.0f} s", flush=True)  # fmt: skip
+        ready, turns = time.perf_counter() - began, []
+        for _ in range(TURNS + 1):
+            began = time.perf_counter()
+            lanes.take(count, given.repeat)
+            synchronise(device)
+            turns.append((time.perf_counter() - began) / given.repeat)
+        least, seconds, most = (f(turns[1:]) for f in (min, statistics.median, max))  # the first is a warm-up
+        print(f"  {count:4d} lanes, {layout}: {1e3 * seconds:7.3f} ms a step ({1e3 * least:.3f} to {1e3 * most:.3f}), "
+              f"{count / seconds:8.0f} lane-steps/s, {ratios(count / seconds, plain)}, ready in {ready:.0f} s",
+              flush=True)  # fmt: skip
         if given.profile:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 lanes.take(count, 10)

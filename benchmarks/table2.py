@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--model", default="cnn")
     parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--lane-layout", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=10)
@@ -89,7 +90,7 @@ def main() -> None:
             balance=given.balance, seed=seed, cut_seed=seed if given.cut == "own" else int(given.cut),
             clients=given.clients, fraction=given.fraction, schedule=given.schedule,
             rounds=given.rounds, epochs=given.epochs, batch=64, lr=given.lr, augment=True, calibrate=given.calibrate,
-            engine="lanes", precision=given.precision, device=given.device,
+            engine="lanes", lane_layout=given.lane_layout, precision=given.precision, device=given.device,
             evaluate_every=max(1, given.rounds // 4),
         )
         for method, alpha, seed in cases

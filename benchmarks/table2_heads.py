@@ -3,7 +3,8 @@
     python benchmarks/table2_heads.py --data cifar10 --trained runs/table2 --out results/ccvr-table2.jsonl
 
 A line of --out for each run: what it is, and the test accuracy of each head. Runs whose line is there are left out, so
-that it can be stopped and goes on. `--show` prints the tables of those lines, beside what the paper prints.
+that it can be stopped and goes on. `--unfinished` takes runs as far as they have come. `--show` prints the tables of
+those lines, beside what the paper prints.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from unskew import Experiment, load_model
 from unskew.calibration.calibrator import plain, with_classifier
 from unskew.calibration.retraining import oracle
 from unskew.calibration.selection import calibrators
-from unskew.experiments.resolve import data_of, federation_of
+from unskew.experiments.resolve import data_of, federation_of, method_of, resolve_auto
+from unskew.files.writing import load_sealed
 from unskew.models.evaluate import batches, score
 from unskew.models.networks import Split, evaluating
 from unskew.specs import build as build_spec
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import added
+from unskew.training.functional import installed
+from unskew.tree import under
 
 USUAL = {"clients": 10, "fraction": 1.0, "lr": 0.01, "schedule": "constant"}  # of Table 8
 TUKEY = "transform=relu-tukey:0.5"
@@ -38,9 +42,11 @@ PAPER = {  # Table 2, CIFAR-10, alpha 0.5, 0.1, 0.05: none, CCVR, oracle
 }
 
 
-def heads_of(method: str, alpha: float) -> dict[str, str]:
+def heads_of(method: str, alpha: float, classes: int) -> dict[str, str]:
     """The calibrators to try, by short names; samples and epochs of CCVR as in Table 8."""
     samples, epochs = (100, 30) if alpha == 0.5 else (2000, 10)
+    if classes == 100:  # SphereFed's Table 16
+        samples, epochs = 500, 10
     found = {
         "ccvr": f"ccvr:samples={samples}:epochs={epochs}:{TUKEY}",
         "ccvr, no transform": f"ccvr:samples={samples}:epochs={epochs}",
@@ -50,7 +56,7 @@ def heads_of(method: str, alpha: float) -> dict[str, str]:
         "ffc, 1,000 Fourier features": "ffc:choose=true:transform=unit+fourier:1000:0:1",
         "lda": "lda",
     }
-    if method == "fedavg":  # Figure 7, Table 3
+    if method == "fedavg" and classes == 10:  # Figure 7, Table 3
         found |= {f"ccvr, M = {m}": f"ccvr:samples={m}:epochs={epochs}:{TUKEY}" for m in (50, 100, 500, 1000, 2000)}
     return found
 
@@ -70,9 +76,17 @@ def some(sites, count, classes):
     return [(z[rows], y[rows])]
 
 
-def accuracies(told: Experiment, folder: Path, data) -> dict[str, float]:
+def trained(told: Experiment, folder: Path, data) -> tuple[Split, int]:
+    """The model of a run, and the rounds that it has trained."""
+    if (folder / "model.safetensors").exists():
+        return load_model(folder / "model.safetensors").to(data.x.device), told.rounds
+    tree, about = load_sealed(folder / "checkpoint.safetensors")
+    model = installed(resolve_auto(told, data, method_of(told))[1], under("params", tree))
+    return model.to(data.x.device), json.loads(about["round"])["number"]
+
+
+def accuracies(told: Experiment, model: Split, data) -> dict[str, float]:
     """The test accuracy of each head of a run."""
-    model = load_model(folder / "model.safetensors").to(data.x.device)
     sites = [features_of(model, batches(data, rows)) for rows in federation_of(told, data).clients]
     test = [features_of(model, batches(data, test=True))]
     cut = Split(torch.nn.Identity(), model.classifier)
@@ -87,7 +101,7 @@ def accuracies(told: Experiment, folder: Path, data) -> dict[str, float]:
     found = {"none": accuracy(model.classifier), "oracle": yardstick(sites)}
     if method in ("fedavg", "fedprox"):  # Table 5
         found |= {f"oracle, {n} a class": yardstick(some(sites, n, data.classes)) for n in (1000, 100)}
-    for name, spec in heads_of(method, told.alpha).items():
+    for name, spec in heads_of(method, told.alpha, data.classes).items():
         maker = build_spec("calibrator", spec, calibrators)
         if name == "lda" and plain(model.classifier).bias is None:
             continue  # it needs one
@@ -104,7 +118,7 @@ def measure(given) -> None:
     known = {line["run"] for line in lines}
     data = None
     for file in sorted(given.trained.glob("*/experiment.json")):
-        if not file.with_name("model.safetensors").exists():
+        if not given.unfinished and not file.with_name("model.safetensors").exists():
             print(f"{file.parent}: not trained to its end, left out", flush=True)
             continue
         told = Experiment(**json.loads(file.read_text()))
@@ -117,11 +131,12 @@ def measure(given) -> None:
         told = replace(told, data=given.data, device=given.device)
         data = data if data is not None else data_of(told).to(given.device)
         began = time.perf_counter()
+        model, rounds = trained(told, file.parent, data)
         line = {
             "run": name, "method": told.method, "partition": told.partition, "balance": told.balance,
-            "alpha": told.alpha, "cut": told.cut_seed, "seed": told.seed, "rounds": told.rounds,
+            "alpha": told.alpha, "cut": told.cut_seed, "seed": told.seed, "rounds": rounds,
             "epochs": told.epochs, **{field: getattr(told, field) for field in odd},
-            "precision": told.precision, "accuracy": accuracies(told, file.parent, data),
+            "precision": told.precision, "accuracy": accuracies(told, model, data),
         }  # fmt: skip
         with given.out.open("a") as out:
             out.write(json.dumps(line) + "\n")
@@ -169,6 +184,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/ccvr-table2.jsonl"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--method", default="all", help="only runs of this method")
+    parser.add_argument("--unfinished", action="store_true", help="runs too that have not come to their end")
     parser.add_argument("--show", action="store_true")
     given = parser.parse_args()
     if not given.show:
