@@ -201,8 +201,8 @@ def is_code(model: str) -> bool:
 def _check_trusted(file: Path, spec: str, trust: bool) -> None:
     if is_code(spec) and not trust:
         raise UsageError(
-            f"{file} names code that would run here: {spec.strip()}. Read it; if you trust whoever wrote that, add --trust "
-            "(trust=True)"
+            f"{file} names code that would run here: {spec.strip()}. Read it; if you trust whoever wrote that, add "
+            "--trust (trust=True)"
         )
 
 

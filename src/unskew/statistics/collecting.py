@@ -18,7 +18,7 @@ from unskew.models.networks import Split, evaluating
 from unskew.models.programs import split_program
 from unskew.models.running import Runner, in_type_of
 from unskew.models.transforms import Transform
-from unskew.statistics.moments import ROWS, FeatureStats
+from unskew.statistics.moments import ROWS, FeatureStats, check_widened
 from unskew.statistics.origin import Origin
 
 BYTES = 8 * 2**20  # of features that wait to be added together, at most: fewer, larger products
@@ -54,6 +54,7 @@ def collect(
     check_number("classes", classes, COUNT)
     classes, origin = int(classes), origin or Origin()
     width = Transform(transform).width(model.dimension)
+    check_widened(classes, model.dimension, form, transform, bool(held_out))
     home = next(model.parameters(), torch.empty(0)).device
     total = FeatureStats.zero(classes, width, form, transform, bool(held_out), home if home.type == "cuda" else "cpu")
     waiting, examples = list[tuple[Tensor, Tensor, Tensor]](), 0
