@@ -19,7 +19,7 @@ from unskew.files.limits import amount
 from unskew.models.evaluate import Scores, scored
 from unskew.models.networks import Split, evaluating, linear
 from unskew.models.running import Runner, in_type_of
-from unskew.statistics.collecting import collect, holding_out
+from unskew.statistics.collecting import LEAST, collect, enough, holding_out
 from unskew.statistics.file import size_of
 from unskew.statistics.header import PRECISIONS, kinds_of
 from unskew.statistics.moments import FORMS, FeatureStats
@@ -71,10 +71,28 @@ def scores_of(
 
 
 def answer_of(heads: Heads, scores: Mapping[str, Scores], statistics: str, hold_out: float) -> Answer:
-    """The answer to candidate heads of the site whose statistics have this digest; to be sealed."""
-    right = {name: score.confusion.diagonal().tolist() for name, score in scores.items()}
-    total = next(iter(scores.values())).confusion.sum(1).tolist()
-    return Answer(heads.digest, statistics, heads.signed.nonce, bool(hold_out), total, right)
+    """The answer to candidate heads of the site whose statistics have this digest; to be sealed. Of a held-out part it
+    tells of those classes alone of which the statistics tell.
+    """
+    total = next(iter(scores.values())).confusion.sum(1)
+    told = enough(total) if hold_out else torch.ones_like(total, dtype=torch.bool)
+    if not told.any():
+        raise DataError(f"{int(total.sum())} of this site's examples are held out, by a share of {hold_out}: an answer "
+                        f"needs {LEAST}, and two of a class; such a site need not answer")  # fmt: skip
+    right = {name: (score.confusion.diagonal() * told).tolist() for name, score in scores.items()}
+    return Answer(heads.digest, statistics, heads.signed.nonce, bool(hold_out), (total * told).tolist(), right)
+
+
+def check_held(answer: Answer, sent: Tensor) -> None:
+    """Refuse to answer on other examples than those that the site's statistics hold out, so many of each class (C,)."""
+    pairs = zip(answer.total, map(int, sent.tolist()), strict=True) if answer.held_out else ()
+    for label, (scored_here, told) in enumerate(pairs):
+        if scored_here != told:
+            raise DataError(
+                f"{scored_here:,} held-out examples of class {label} were scored, but the statistics of this site hold "
+                f"out {told:,}: give the same data, in the same order and batches, and the same share; heads that ask "
+                "for another share are not of the task that the statistics were made for"
+            )
 
 
 # ---------------------------------------------------------------------------------------------- budgets

@@ -38,7 +38,7 @@ from unskew.conversation.calibrating import (
     propose,
     validate,
 )
-from unskew.conversation.errands import Batches, answer_of, collected, form_within, scores_of
+from unskew.conversation.errands import Batches, answer_of, check_held, collected, form_within, scores_of
 from unskew.conversation.heads_file import heads_bytes
 from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Bytes, Late, Require, Roster, Sent, Taken, needed
@@ -78,8 +78,9 @@ def reply(
     """What a site replies to a request, from the model that all share and batches of its own examples.
 
     Batches must come in the same order each time: what is held out is chosen by lot in that order. `sent` is what the
-    site has replied before, or its digest: an answer to heads says by it whose it is. `key` signs what is sent;
-    `server` is the server's key, without which heads are refused.
+    site has replied before, or its digest: an answer to heads says by it whose it is. Heads that would be scored on
+    other examples than those that were held out then are refused, unless only its digest is known. `key` signs what is
+    sent; `server` is the server's key, without which heads are refused.
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 3))
     >>> said = reply(Task(form="pooled"), model, [(torch.randn(10, 2), torch.arange(10) % 3)])
@@ -103,8 +104,15 @@ def reply(
     if isinstance(sent, Statistics) and heads.signed.nonce != sent.header.origin.nonce:
         raise DataError("these heads are of another conversation than the statistics that this site has sent")
     hold_out = heads.hold_out or 0.0
+    if isinstance(sent, Statistics) and bool(hold_out) != (sent.header.held_out is not None):
+        held = "nothing" if sent.header.held_out is None else "a part"
+        raise DataError(f"hold_out of these heads is {heads.hold_out}, but the statistics that this site has sent hold "
+                        f"{held} out: ask for heads of the task that they were made for")  # fmt: skip
     scores = scores_of(model, batches, heads.modules, hold_out)
-    return answer_of(heads, scores, sent if isinstance(sent, str) else sent.header.digest, hold_out).sealed(key)
+    answer = answer_of(heads, scores, sent if isinstance(sent, str) else sent.header.digest, hold_out)
+    if isinstance(sent, Statistics) and (part := sent.stats(form="none").held_out) is not None:
+        check_held(answer, part.count)
+    return answer.sealed(key)
 
 
 def _statistics(task: Task, model: Split, batches: Batches, key: Key | None) -> Statistics:
