@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,35 @@ def test_calibrations_of_a_run_run_nothing_that_its_model_s_file_names(here):
     refused(unskew("calibrate", "run", "--calibrator", "lda"), "run/model.safetensors", "loud.py:build")
     assert quiet(here)
     assert quiet(here / "run")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"transform": "fourier:200000:1"}, r"layer has the shape .*behind the transform .* it must be \(3, 200000\)"),
+        ({"transform": "squares"}, "behind the transform 'squares' of 64 features it must be"),
+        ({"normalised": True}, "normalised is true, but its network has no normalised classifier"),
+        ({"method": "nope"}, "damaged: method .unknown method 'nope'"),
+        ({"method": "fedavg++mse"}, "damaged: method .method has an empty piece"),
+        ({"spec": "os:system"}, "model is 'os:system', which is of no known kind"),
+        ({"spec": "small-cnn:channels=1:size=8:size=9"}, "gives size twice"),
+        ({"spec": "small-cnn:channels=x:size=8"}, "channels is 'x'"),
+    ],
+)
+def test_a_model_s_file_that_does_not_fit_itself_is_named_by_every_command(here, changed, words):
+    assert unskew("run", *tiny("blobs.npz", rounds=1, calibrate="none"), "--out", "run").code == 0
+    tree, metadata = load_sealed(here / "run" / "model.safetensors")
+    about = json.loads(metadata["model"])
+    save_sealed(here / "odd.safetensors", tree, {"model": json.dumps(about | changed)})
+    with pytest.raises((DataError, UsageError), match=rf"odd\.safetensors: .*{words}"):
+        load_model("odd.safetensors")
+    answer = unskew("evaluate", "--model", "odd.safetensors", "--data", "blobs.npz")
+    assert answer.code in (1, 2)
+    assert re.search(rf"error: odd\.safetensors: .*{words}", answer.err), answer.err
+    if "spec" in changed and "=x" not in changed["spec"]:  # training takes channels from its data
+        answer = unskew("run", *tiny("blobs.npz", rounds=1), "--start", "odd.safetensors", "--out", "more")
+        assert answer.code in (1, 2)
+        assert "odd.safetensors" in answer.err
 
 
 @pytest.mark.parametrize("option", [{"model": "loud.py:build"}, {"method": "loud.py:mine"}, {"method": " loud:mine"}])
