@@ -1,12 +1,30 @@
 """Specs: names with options, as text."""
 
+import contextlib
 import json
 import sys
 
 import pytest
+from hypothesis import example, given, settings, strategies as st
 
-from unskew.errors import UsageError
-from unskew.specs import build, call_user_code, converted, defaults_of, is_own, load_function, parse
+from helpers.toys import toy_model
+from unskew.conversation.model_file import is_code
+from unskew.conversation.tasks import Task, file_in
+from unskew.errors import UnskewError, UsageError
+from unskew.experiments.experiment import Experiment
+from unskew.methods import names
+from unskew.models import foreign
+from unskew.specs import (
+    build,
+    call_user_code,
+    converted,
+    defaults_of,
+    is_own,
+    load_function,
+    names_code,
+    parse,
+    pieces_of,
+)
 
 
 def test_specs() -> None:
@@ -132,3 +150,95 @@ def test_modules_of_python_by_their_names(project) -> None:
         load_function("model", "shop.modles:build")
     with pytest.raises(UsageError, match="shop.sizes has no function 'SIZE'"):
         load_function("model", "shop.sizes:SIZE")
+
+
+# ---------------------------------------------------------------------------------------------- what is code
+
+
+blank = st.text(st.sampled_from(" \t\n\r\x0b\x0c\x1c\x85\xa0\u2003\u2028\u200b\ufeff"), max_size=2)
+word = st.sampled_from(
+    [
+        "bad.evil:f",
+        "evil:f",
+        "evil.py:f",
+        "./a+b/evil.py:f",
+        "no.such.module:f",
+        "\uff45vil.x:f",
+        "fedavg",
+        "fedprox:mu=1e+2",
+        "small-cnn:channels=1:size=8",
+        "x.pt2",
+        "",
+        ":",
+        ".",
+        "=",
+        "z=1",
+        "+",
+        "1e",
+    ]
+)
+joint = st.sampled_from(["+", "+ ", ":", " :", ".", "\t+\n", ""])
+named = st.lists(st.tuples(blank, word, blank, joint), min_size=1, max_size=4).map(
+    lambda rows: "".join(before + text + after + end for before, text, after, end in rows)
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """The names of functions that somebody has asked for, none of which is given; in a folder with an evil.py."""
+
+    def asked(kind, name):
+        found.append(name)
+        raise UsageError("asked for")
+
+    found, folder = [], tmp_path_factory.mktemp("evil")
+    (folder / "evil.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(names, "load_function", asked)
+        patch.setattr(foreign, "load_function", asked)
+        patch.setattr(foreign, "_program", lambda path, trust: asked("model", path))
+        yield found
+
+
+@settings(deadline=None, max_examples=300)
+@example(" bad.evil:f")
+@example("fedavg+ bad.evil:f:z=1")
+@example("fedavg+\tevil:f")
+@example(" evil.py:f")
+@given(spec=named)
+def test_whatever_would_be_imported_is_seen_before(loaded, spec) -> None:
+    def asks_for_code(make) -> bool:
+        loaded.clear()
+        with contextlib.suppress(UnskewError):
+            make()
+        return bool(loaded)
+
+    assert not asks_for_code(lambda: names.skeleton(spec, toy_model()))  # of a file's metadata: nothing is run
+    if asks_for_code(lambda: names.method(spec)):
+        assert names_code(spec)
+        assert "method" in Experiment(method=spec).code
+    if asks_for_code(lambda: foreign.load_module(spec, classes=3)):
+        assert is_code(spec)
+        assert "model" in Experiment(model=spec).code or spec.endswith(".pt2")
+        with contextlib.suppress(UsageError):  # a task can be refused for other reasons
+            assert Task(spec, files={str(file_in(spec)): "0"}).code
+    for piece in pieces_of(spec):
+        assert piece == piece.strip()
+        assert is_own(piece) or not asks_for_code(lambda piece=piece: parsed_code(piece))
+
+
+def parsed_code(piece: str) -> None:
+    name, _ = parse(piece)
+    if ":" in name:
+        names.load_function("method", name)
+
+
+def test_what_a_name_is_does_not_depend_on_which_modules_are_there() -> None:
+    assert is_own("not_there_yet.module:f")
+    assert not is_own("fourier:1000:7")
+
+
+def test_a_spec_has_few_pieces() -> None:
+    with pytest.raises(UsageError, match="has 100,001 pieces joined by .: at most 64"):
+        names_code("+" * 100_000)

@@ -138,6 +138,7 @@ POSITIVE: Allowed = (lambda value: 0 < value < math.inf, "above 0")
 SHARE: Allowed = (lambda value: 0 < value <= 1, "above 0 and at most 1")
 PART: Allowed = (lambda value: 0 < value < 1, "above 0 and below 1")
 DECAY: Allowed = (lambda value: 0 <= value < 1, "at least 0 and below 1")
+HELD: Allowed = (lambda value: value == 0 or 0.05 <= value <= 0.5, "0, or at least 0.05 and at most 0.5")  # of examples
 
 
 def check_number(name: str, value: object, allowed: Allowed) -> None:

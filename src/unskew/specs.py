@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import math
 import re
@@ -25,6 +24,7 @@ from unskew.errors import UnskewError, UsageError, lookup
 from unskew.files.untrusted import read_bytes
 
 Made = TypeVar("Made")
+MOST_PIECES = 64  # of a spec: each may be the beginning of a path with a "+" in it
 
 
 def parse(spec: str) -> tuple[str, dict[str, str]]:
@@ -35,9 +35,7 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
     >>> parse("mine.py:sign_sgd:scale=2")
     ('mine.py:sign_sgd', {'scale': '2'})
     """
-    name, *rest = spec.strip().split(":")
-    if is_own(spec.strip()):
-        name = f"{name}:{rest.pop(0)}"
+    name, rest = _cut(spec)
     options: dict[str, str] = {}
     key = ""
     for piece in rest:
@@ -52,6 +50,30 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
         else:
             raise UsageError(f"{spec!r}: {piece!r} is not of the form option=value")
     return name, options
+
+
+def pieces_of(spec: str) -> list[str]:
+    """The pieces of a spec: cut at each "+" that is part neither of a number nor of the path of a file that is there.
+
+    Whoever builds a piece, or asks whether it is code, takes it from here: neither sees another text than the other.
+
+    >>> pieces_of("fedprox:mu=1e+2 + on_sphere")
+    ['fedprox:mu=1e+2', 'on_sphere']
+    """
+    tokens = re.split(r"(?<![\d.][eE])\+|\+(?!\d)", spec)
+    if len(tokens) > MOST_PIECES:
+        raise UsageError(f"{spec[:40]!r}... has {len(tokens):,} pieces joined by +: at most {MOST_PIECES} can be meant")
+    pieces: list[str] = []
+    while tokens:
+        joined = ("+".join(tokens[:count]).strip() for count in range(1, len(tokens) + 1))
+        count = next((count for count, text in enumerate(joined, 1) if _is_file(text)), 1)
+        pieces, tokens = [*pieces, "+".join(tokens[:count]).strip()], tokens[count:]
+    return pieces
+
+
+def _is_file(spec: str) -> bool:
+    path, dot, _ = spec.partition(".py:")
+    return bool(dot) and Path(f"{path}.py").is_file()
 
 
 def without_folders(spec: str) -> str:
@@ -124,23 +146,26 @@ def _tells(file: str) -> bool:
 
 
 def is_own(spec: str) -> bool:
-    """Whether a spec names a function of the user's: in a file, or in a module of Python's that is there.
+    """Whether a spec names a function of the user's: in a file, or in a module of Python's.
 
     >>> is_own("mine.py:build:width=3"), is_own("json.decoder:JSONDecoder"), is_own("cnn:size=32")
     (True, True, False)
     """
-    place, _, rest = spec.partition(":")
-    function = rest.partition(":")[0]
-    if not function or "=" in function:
-        return False
-    if place.endswith(".py"):
-        return True
-    top, dot, _ = place.partition(".")
-    if not all(word.isidentifier() for word in (*place.split("."), function)):
-        return False
-    if dot:
-        return Path(top).is_dir() or top in sys.modules or importlib.util.find_spec(top) is not None
-    return Path(f"{top}.py").is_file() or Path(top, "__init__.py").is_file()
+    return ":" in _cut(spec)[0]
+
+
+def _cut(spec: str) -> tuple[str, list[str]]:
+    """The name in a spec, with a colon if and only if it is a function of the user's, and what follows. All who ask
+    whether something is code and all who run it get that name from here.
+
+    What a name with a point stands for does not depend on which modules are there: they may come later.
+    """
+    place, *rest = spec.strip().split(":")
+    function = rest[0] if rest else ""
+    own = place.endswith(".py") and bool(function) and "=" not in function
+    if not own and all(word.isidentifier() for word in (*place.split("."), function)):
+        own = "." in place or Path(f"{place}.py").is_file() or Path(place, "__init__.py").is_file()
+    return (f"{place}:{function}", rest[1:]) if own else (place, rest)
 
 
 def names_code(spec: str) -> bool:
@@ -149,7 +174,7 @@ def names_code(spec: str) -> bool:
     >>> names_code("fednova+mine.py:clipped"), names_code("fedprox:mu=1e+2+on_sphere")
     (True, False)
     """
-    return ".py:" in spec or any(map(is_own, spec.split("+")))
+    return any(map(is_own, (spec, *pieces_of(spec))))
 
 
 def load_function(kind: str, spec: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from helpers.twins import gcv_choose, leave_one_out_choose
 from unskew.calibration.ridge import GRID, _error, equations, solve, strength
 from unskew.calibration.selection import calibrate
 from unskew.models.networks import Split
-from unskew.statistics.collecting import collect
+from unskew.statistics.collecting import collect, holding_out
 from unskew.statistics.moments import FeatureStats, added
 from unskew.statistics.origin import Origin
 from unskew.statistics.packing import pack
@@ -54,11 +54,10 @@ def own_squares(z, intercept):
 @pytest.mark.parametrize("intercept", [True, False])
 def test_the_strength_is_that_of_least_error_on_the_held_out_examples(intercept, form):
     """Beside scikit-learn's ridge on features in units of their own."""
-    z, y = features(90, 30, 3, seed=4)
+    z, y = features(90, 30, 3, seed=5)
     z = z * torch.logspace(-3, 3, 30, dtype=torch.float64)
     stats = with_held_out(z, y, 3, 0.3, form)
-    draw = torch.Generator().manual_seed(0)
-    held = torch.cat([torch.rand(len(part), generator=draw) < 0.3 for part in y.split(40)])
+    held = torch.cat([held for _, _, held in holding_out([(z, y)], 0.3)])
     assert stats.held_out.count.sum() == held.sum() > 10
     scaled, targets = z / own_squares(z[~held], intercept).sqrt(), onehot(y, 3)
     errors = []

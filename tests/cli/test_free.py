@@ -18,10 +18,10 @@ def work(tmp_path, monkeypatch):
     write_network(tmp_path)
     folder_of(tmp_path / "a", 30, 1)
     for name in ("a.stats", "b.stats"):
-        assert unskew("stats", *MODEL, *PREPARED, "--data", "a", "--hold-out", 0.2, "--out", name).code == 0
+        assert unskew("stats", *MODEL, *PREPARED, "--data", "a", "--hold-out", 0.5, "--out", name).code == 0
     propose = ("calibrate", *MODEL[:4], "--stats", "a.stats", "--propose", "heads.safetensors")
     assert unskew(*propose).code == 0
-    answer = ("evaluate", *MODEL[:4], "--data", "a", "--heads", "heads.safetensors", "--hold-out", 0.2)
+    answer = ("evaluate", *MODEL[:4], "--data", "a", "--heads", "heads.safetensors", "--hold-out", 0.5)
     assert unskew(*answer, "--stats", "a.stats", "--out", "a.answer").code == 0
     assert unskew("task", *MODEL, *PREPARED, "--image-size", 6, "--channels", 1).code == 0
     Path("prior.txt").write_text("1 1 1")

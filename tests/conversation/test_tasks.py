@@ -280,7 +280,7 @@ def test_a_task_that_was_spoilt_is_refused(tmp_path, text, message):
         ({"form": 5}, "form is int, not str"),
         ({"model": None}, "model is NoneType, not str"),
         ({"transform": 5}, "transform is int, not str"),
-        ({"hold_out": "a"}, "hold_out is str, not a number: it must be at least 0 and below 1"),
+        ({"hold_out": "a"}, "hold_out is str, not a number: it must be 0, or at least 0.05 and at most 0.5"),
         ({"hold_out": None}, "hold_out is NoneType, not a number"),
         ({"classes": 2.5}, "classes is 2.5: it must be 2 or more, and whole"),
         ({"classes": "3"}, "classes is str, not a number"),

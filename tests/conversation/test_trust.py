@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,9 @@ def transform(image):
 """
 
 
+HIDDEN = (" loud:build", "\tloud:build", "\u00a0loud:build\n", " loud.py:build")  # what a check must not overlook
+
+
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -58,12 +62,16 @@ def test_a_model_s_file_runs_nothing(here):
     assert unskew("run", *tiny("blobs.npz", rounds=1, calibrate="ffc"), "--out", "run").code == 0
     tree, metadata = load_sealed(here / "run" / "model.safetensors")
     about = json.loads(metadata["model"])
-    for network in ("loud.py:build", "./loud.py:build", "loud:build", str(here / "loud.py:build")):
+    for network in ("loud.py:build", "./loud.py:build", "loud:build", str(here / "loud.py:build"), *HIDDEN):
         save_sealed(here / "evil.safetensors", tree, {"model": json.dumps(about | {"spec": network})})
         with pytest.raises(UsageError, match=r"evil\.safetensors names code that would run here: .*trust=True"):
             load_model("evil.safetensors")
     save_sealed(here / "evil.safetensors", tree, {"model": json.dumps(about | {"method": "fedavg+loud.py:mine"})})
     load_model("evil.safetensors")  # a method is not needed for a model
+    for hidden in HIDDEN:
+        name = hidden.replace("build", "mine")
+        save_sealed(here / "evil.safetensors", tree, {"model": json.dumps(about | {"method": f"fedavg+{name}"})})
+        load_model("evil.safetensors")
     assert quiet(here)
     assert load_model(here / "run" / "model.safetensors")(torch.zeros(1, 1, 8, 8)).shape == (1, 3)
 
@@ -87,7 +95,47 @@ def test_a_model_s_file_that_claims_another_network_than_it_holds(here):
         load_model("evil.safetensors")
 
 
-@pytest.mark.parametrize("option", [{"model": "loud.py:build"}, {"method": "loud.py:mine"}])
+def test_calibrations_of_a_run_run_nothing_that_its_model_s_file_names(here):
+    assert unskew("run", *tiny("blobs.npz", rounds=1, calibrate="none"), "--out", "run").code == 0
+    shutil.copy("loud.py", "run/loud.py")
+    tree, metadata = load_sealed(here / "run" / "model.safetensors")
+    about = json.loads(metadata["model"]) | {"spec": "loud.py:build"}
+    save_sealed(here / "run" / "model.safetensors", tree, {"model": json.dumps(about)})
+    refused(unskew("calibrate", "run", "--calibrator", "lda"), "run/model.safetensors", "loud.py:build")
+    assert quiet(here)
+    assert quiet(here / "run")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"transform": "fourier:200000:1"}, r"layer has the shape .*behind the transform .* it must be \(3, 200000\)"),
+        ({"transform": "squares"}, "behind the transform 'squares' of 64 features it must be"),
+        ({"normalised": True}, "normalised is true, but its network has no normalised classifier"),
+        ({"method": "nope"}, "damaged: method .unknown method 'nope'"),
+        ({"method": "fedavg++mse"}, "damaged: method .method has an empty piece"),
+        ({"spec": "os:system"}, "model is 'os:system', which is of no known kind"),
+        ({"spec": "small-cnn:channels=1:size=8:size=9"}, "gives size twice"),
+        ({"spec": "small-cnn:channels=x:size=8"}, "channels is 'x'"),
+    ],
+)
+def test_a_model_s_file_that_does_not_fit_itself_is_named_by_every_command(here, changed, words):
+    assert unskew("run", *tiny("blobs.npz", rounds=1, calibrate="none"), "--out", "run").code == 0
+    tree, metadata = load_sealed(here / "run" / "model.safetensors")
+    about = json.loads(metadata["model"])
+    save_sealed(here / "odd.safetensors", tree, {"model": json.dumps(about | changed)})
+    with pytest.raises((DataError, UsageError), match=rf"odd\.safetensors: .*{words}"):
+        load_model("odd.safetensors")
+    answer = unskew("evaluate", "--model", "odd.safetensors", "--data", "blobs.npz")
+    assert answer.code in (1, 2)
+    assert re.search(rf"error: odd\.safetensors: .*{words}", answer.err), answer.err
+    if "spec" in changed and "=x" not in changed["spec"]:  # training takes channels from its data
+        answer = unskew("run", *tiny("blobs.npz", rounds=1), "--start", "odd.safetensors", "--out", "more")
+        assert answer.code in (1, 2)
+        assert "odd.safetensors" in answer.err
+
+
+@pytest.mark.parametrize("option", [{"model": "loud.py:build"}, {"method": "loud.py:mine"}, {"method": " loud:mine"}])
 def test_a_run_s_folder_runs_nothing(here, option):
     assert unskew("run", *tiny("blobs.npz", rounds=1), "--out", "run").code == 0
     stored = json.loads((here / "run" / "experiment.json").read_text())
@@ -96,7 +144,9 @@ def test_a_run_s_folder_runs_nothing(here, option):
     assert quiet(here)
 
 
-@pytest.mark.parametrize("line", ['model = "loud.py:build"', 'method = "mse+loud.py:mine"', 'method = "loud:mine"'])
+@pytest.mark.parametrize("line", ['model = "loud.py:build"', 'method = "mse+loud.py:mine"', 'method = "loud:mine"',
+                                  'method = " loud:mine"', 'method = "mse+ loud:mine"', 'method = "mse+\\tloud:mine"',
+                                  'model = "\\u00a0loud:build"'])  # fmt: skip
 def test_a_file_of_options_runs_nothing(here, line):
     (here / "options.toml").write_text(
         f'data = "blobs.npz"\nrounds = 1\nclients = 2\nepochs = 1\ncalibrate = "none"\n{line}\n'
@@ -106,7 +156,7 @@ def test_a_file_of_options_runs_nothing(here, line):
         Experiment.read("options.toml")
     assert quiet(here)
     field, _, value = line.partition(" = ")
-    assert Experiment.read("options.toml", trust=True).code == {field: value.strip('"')}
+    assert Experiment.read("options.toml", trust=True).code == {field: json.loads(value)}
     assert unskew("run", "options.toml", "--out", "run", "--trust").code == 0
     assert not quiet(here)
 
@@ -148,6 +198,16 @@ def test_a_task_runs_nothing_in_any_command(site):
             answer = unskew(command, "--task", task, *rest)
             assert answer.code == 2
             assert f"{task} brings code that would run here: {code}" in answer.err
+    assert quiet(site)
+
+
+def test_a_task_that_hides_the_name_of_its_code(site):
+    for hidden in HIDDEN:
+        task = f'version = 1\nnonce = "{"0" * 32}"\n[model]\nmodel = {json.dumps(hidden)}\n'
+        files = '[files]\n" loud.py" = "0"\n"loud.py" = "0"\n' if ".py" in hidden else ""
+        (site / "evil.toml").write_text(task + files)
+        for command, *rest in commands():
+            assert "evil.toml brings code that would run here" in unskew(command, "--task", "evil.toml", *rest).err
     assert quiet(site)
 
 

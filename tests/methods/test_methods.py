@@ -29,10 +29,11 @@ from unskew.methods.algorithms import (
     scaffold,
     server,
 )  # fmt: skip
-from unskew.methods.names import Method, method, parts_of, pieces, skeleton
+from unskew.methods.names import Method, method, pieces, skeleton
 from unskew.methods.optim import momentum
 from unskew.models.networks import Split, build, in_classifier
 from unskew.models.variants import clsnorm, projection, spherical
+from unskew.specs import pieces_of
 from unskew.training.engines.batched import batched
 from unskew.training.engines.sequential import sequential
 from unskew.training.simulate import train
@@ -328,7 +329,7 @@ def test_paths_with_a_plus(tmp_path):
     folder.mkdir()
     (folder / "m.py").write_text(EXAMPLE.read_text())
     spec = f"fedprox:mu=1e+1+{folder}/m.py:clipped:norm=2+mse"
-    assert parts_of(spec) == ["fedprox:mu=1e+1", f"{folder}/m.py:clipped:norm=2", "mse"]
+    assert pieces_of(spec) == ["fedprox:mu=1e+1", f"{folder}/m.py:clipped:norm=2", "mse"]
     assert isinstance(method(spec), Method)
 
 

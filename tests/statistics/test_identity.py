@@ -581,10 +581,11 @@ def test_a_site_of_which_nothing_is_held_out_need_not_answer(work):
         path.unlink()
     files = [sent("site_b")]
     said = done("stats", *SHARED, "--data", "site_a_data", "--out", "site_a.stats")
-    assert "the task holds out 0.4 of 1 examples, which is none: such a site need not answer" in said.err
+    assert "the task holds out 0.4 of 1 examples, which is fewer than 10, or not two of a class: " in said.err
+    assert "nothing is held out, and such a site need not answer" in said.err
     done("calibrate", *SHARED, "--stats", *files, "--propose", "heads.st")
     asked = ("--data", "site_a_data", "--heads", "heads.st", "--stats", "site_a.stats", "--out", "a.answer")
-    not_done("a share of 0.4 of its examples is none: such a site need not answer", "evaluate", *SHARED, *asked)
+    not_done("such a site need not answer", "evaluate", *SHARED, *asked)
 
 
 def test_a_copy_is_accepted_by_name(work):

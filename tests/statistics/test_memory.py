@@ -7,6 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from unskew.conversation.errands import form_within
+from unskew.conversation.protocol import reply
+from unskew.conversation.tasks import Task
+from unskew.errors import DataError
+from unskew.files import limits
+from unskew.models.networks import Split
+from unskew.statistics.collecting import collect
+from unskew.statistics.moments import FORMS, FeatureStats, bytes_of
 
 SOURCE = Path(__file__).parents[2] / "src"
 SCRIPT = """
@@ -86,3 +96,41 @@ def test_one_matrix_for_many_classes(tmp_path):
         found = needed(what, 1000, 2048, "pooled", str(tmp_path))
         print(f"{what}: {found / 1e6:.0f} MB")
         assert found < 200e6, what
+
+
+# ---------------------------------------------------------------------------------------------- what a task asks for
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_the_bytes_of_statistics_are_those_that_they_take(form, held_out):
+    made = FeatureStats.zero(3, 7, form, held_out=held_out)
+    assert bytes_of(3, 7, form, held_out)[0] == made.nbytes
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_statistics_are_refused_before_they_take_memory(form, share, monkeypatch):
+    """A task of some hundred bytes names a form, a transform and a share: none of them is beyond the limits."""
+    model = Split(torch.nn.Identity(), torch.nn.Linear(4, 3))
+    data = [(torch.randn(60, 4), torch.arange(60) % 3)]
+    task = Task(form=form, transform="fourier:150000:1", hold_out=share).to_bytes()
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: pytest.fail("memory was taken"))
+    large = form in ("class", "pooled") or share
+    expected = rf"form is '{form}' and transform is 'fourier:150000:1': statistics of 3 classes and 150,000 .*--limit"
+    with limits.changed("unbacked=4GB" if large else "unbacked=6MB"), pytest.raises(DataError, match=expected):
+        reply(task, model, data)
+
+
+def test_statistics_beyond_the_memory_are_refused_whoever_begins_them():
+    z, y = torch.randn(20, 30), torch.arange(20) % 2
+    with limits.changed("memory=4kB"):
+        for begin in (
+            lambda: FeatureStats.zero(2, 30, "class"),
+            lambda: FeatureStats.of(z, y, 2, "pooled"),
+            lambda: collect(Split(torch.nn.Identity(), torch.nn.Linear(30, 2)), [(z, y)], 2, "class"),
+            lambda: form_within("1MB", 100, 30),
+        ):
+            with pytest.raises(DataError, match=r"form is '\w+' .* the limit 'memory' is 4,000"):
+                begin()
+        FeatureStats.zero(2, 30, "none")

@@ -31,7 +31,7 @@ from unskew.experiments.records import (
     to_json,
 )
 from unskew.files import locks
-from unskew.specs import without_folders
+from unskew.specs import pieces_of, without_folders
 from unskew.system.stopping import exit_code
 from unskew.training.engines.lanes.timetable import Usage
 
@@ -140,9 +140,7 @@ def _absolute(given: dict[str, Any]) -> dict[str, Any]:
     if ".py:" in given.get("model", ""):
         given["model"] = full(given["model"])
     if ".py:" in given.get("method", ""):
-        from unskew.methods.names import parts_of
-
-        given["method"] = "+".join(map(full, parts_of(given["method"])))
+        given["method"] = "+".join(map(full, pieces_of(given["method"])))
     if given.get("start", "none") != "none":
         from unskew.experiments.resolve import pinned
 

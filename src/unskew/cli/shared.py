@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from unskew.cli.console import tell
-from unskew.errors import UsageError
+from unskew.errors import HELD, UsageError, check_number
 
 if TYPE_CHECKING:
     from unskew.conversation.agreement import Known
@@ -121,7 +121,7 @@ def options(*groups: str) -> Callable[[Command], Command]:
             click.option("--budget", help="the most that a file may have, as in 10MB; takes the richest form"),
             click.option("--transform", show_default="identity", help="of features, such as unit+fourier:1000:7"),
             click.option("--hold-out", type=SHARE, show_default="0", help="share of the examples whose moments are "
-                         "sent apart too, to choose a ridge by and to score heads on"),
+                         "sent apart too, to choose a ridge by and to score heads on: 0, or 0.05 to 0.5"),
         ],
         "sign": [click.option("--sign", type=PATH, help="sign what is written: a private key of `unskew key new`")],
         "out": [click.option("--force", is_flag=True, help="replace a file that is there")],
@@ -162,6 +162,8 @@ def asked_for(given: Mapping[str, Any], *, free: Sequence[str] = (), other_weigh
     from unskew.system.machine import check_device
 
     values = dict(given)
+    if values.get("hold_out") is not None:
+        check_number("--hold-out", values["hold_out"], HELD)
     if "device" in values:
         check_device(values["device"], ("cpu", "cuda", "mps"))
     if values["model"] is not None:

@@ -48,6 +48,7 @@ def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: 
     from unskew.conversation.errands import bytes_in, collected, form_within
     from unskew.conversation.plausibility import told
     from unskew.models.transforms import Transform
+    from unskew.statistics.collecting import LEAST
     from unskew.statistics.file import save, size_of
 
     site = opened_site(asked, "train", given["data"])
@@ -70,11 +71,11 @@ def stats(out: Path, send_score: bool, force: bool, sign: Path | None, **given: 
     if asked.task is not None:
         found = replace(found, origin=replace(found.origin, nonce=asked.task.nonce))
     examples = int(found.count.sum())
-    if found.held_out is not None and not found.held_out.count.sum() > 0:
+    if found.held_out is not None and not found.held_out.count.any():
         settled = asked.task is not None and given["hold_out"] is None
-        remedy = "such a site need not answer to heads" if settled else "raise it, or leave it out"
+        remedy = "such a site need not answer to heads" if settled else "--hold-out can be raised, or left out"
         share = f"{'the task holds out' if settled else '--hold-out'} {hold_out} of {examples:,} examples"
-        note(f"{share}, which is none: {remedy}")
+        note(f"{share}, which is fewer than {LEAST}, or not two of a class: nothing is held out, and {remedy}")
     if judgement is not None:
         stays = "which the file tells" if send_score else "which stays here"
         show(f"layer {site.model.layer or 'classifier'}; {judgement}, {stays}")

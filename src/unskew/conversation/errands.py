@@ -22,7 +22,7 @@ from unskew.models.inputs import parts_of
 from unskew.models.networks import Split, evaluating, linear
 from unskew.models.running import Runner, in_type_of
 from unskew.models.transforms import Transform
-from unskew.statistics.collecting import collect, holding_out
+from unskew.statistics.collecting import LEAST, collect, enough, holding_out
 from unskew.statistics.file import size_of
 from unskew.statistics.header import PRECISIONS, kinds_of
 from unskew.statistics.moments import FORMS, FeatureStats
@@ -93,11 +93,11 @@ MOVED = 0.05  # of the squared distance between means of as many other examples 
 
 def _check_same(name: str, seen: FeatureStats, held: FeatureStats, slight: float) -> None:
     """Refuse examples that are others than those that were held out, by their counts and means."""
-    n, there = held.count, int((held.count > 0).sum())
+    n, there, told = held.count, int((held.count > 0).sum()), enough(seen.count)
     by_chance = held.squares.sum() / n.sum().clamp(min=1) * there
     length = held.squares.sum() + n @ held.mean.square().sum(1)
     moved = n @ (seen.mean - held.mean).square().sum(1)
-    if torch.equal(seen.count, n) and moved <= MOVED * by_chance + slight**2 * length:
+    if torch.equal(seen.count * told, n) and moved <= MOVED * by_chance + slight**2 * length:
         return
     raise DataError(
         f"{name}: these are other examples than those held out of the statistics that were sent, so heads would be "
@@ -124,10 +124,16 @@ def _told_by(name: str) -> contextlib.AbstractContextManager[None]:
 
 
 def answer_of(heads: Heads, scores: Mapping[str, Scores], statistics: str, hold_out: float) -> Answer:
-    """The answer to candidate heads of the site whose statistics have this digest; to be sealed."""
-    right = {name: score.confusion.diagonal().tolist() for name, score in scores.items()}
-    total = next(iter(scores.values())).confusion.sum(1).tolist()
-    return Answer(heads.digest, statistics, heads.signed.nonce, bool(hold_out), total, right)
+    """The answer to candidate heads of the site whose statistics have this digest; to be sealed. Of a held-out part it
+    tells of those classes alone of which the statistics tell.
+    """
+    total = next(iter(scores.values())).confusion.sum(1)
+    told = enough(total) if hold_out else torch.ones_like(total, dtype=torch.bool)
+    if not told.any():
+        raise DataError(f"{int(total.sum())} of this site's examples are held out, by a share of {hold_out}: an answer "
+                        f"needs {LEAST}, and two of a class; such a site need not answer")  # fmt: skip
+    right = {name: (score.confusion.diagonal() * told).tolist() for name, score in scores.items()}
+    return Answer(heads.digest, statistics, heads.signed.nonce, bool(hold_out), (total * told).tolist(), right)
 
 
 # ---------------------------------------------------------------------------------------------- budgets

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from unskew.calibration.calibrator import behind, plain
 from unskew.conversation.agreement import Known
 from unskew.data.preparation import PIXELS, Preparation, as_module
-from unskew.errors import DataError, UsageError
+from unskew.errors import DataError, UnskewError, UsageError, retold
 from unskew.files import limits
 from unskew.files.untrusted import parse_json, reading
 from unskew.files.writing import metadata_of, read, save_sealed
@@ -201,8 +201,8 @@ def is_code(model: str) -> bool:
 def _check_trusted(file: Path, spec: str, trust: bool) -> None:
     if is_code(spec) and not trust:
         raise UsageError(
-            f"{file} names code that would run here: {spec}. Read it; if you trust whoever wrote that, add --trust "
-            "(trust=True)"
+            f"{file} names code that would run here: {spec.strip()}. Read it; if you trust whoever wrote that, add "
+            "--trust (trust=True)"
         )
 
 
@@ -246,7 +246,8 @@ def open_model(
         limits.check("classes", inside, weights)
     if classes is not None:
         limits.check("classes", classes, f"model {spec!r}")
-    module = _module(spec, inside or classes, trust, tree, about, weights)  # other classes: mended below
+    with retold(UnskewError, lambda text: _named(text, spec, about, weights)):
+        module = _module(spec, inside or classes, trust, tree, about, weights)  # other classes: mended below
     tree = renamed(module, tree, weights) if weights else {}
     if about is not None and layer is None and not isinstance(module, Split):
         layer = about.layer if len(starts) == 1 or example is None else None
@@ -262,8 +263,12 @@ def open_model(
     check(module)
     model = split(module, example, layer)
     if held:
+        _check_head(held, transform, plain(model.classifier).in_features, inside, weights)
         head = linear_of(held["weight"].flatten(1), held.get("bias"))
         model.classifier = behind(head, transform, plain(model.classifier).in_features)
+    if about is not None and about.normalised and not isinstance(linear(model.classifier), NormalisedLinear):
+        raise DataError(f"{weights}: {DAMAGED}: normalised is true, but its network has no normalised classifier; get "
+                        "it again")  # fmt: skip
     # A file of yours may load its own weights.
     untrained = weights is None and source in (*networks, *libraries) and not brings_weights(spec)
     fresh = classes is not None and (untrained or classes != model.classes or not linear(model.classifier).weight.any())
@@ -274,6 +279,24 @@ def open_model(
         bias = None if old.bias is None else old.weight.new_zeros(classes)
         model.classifier = linear_of(old.weight.new_zeros(classes, model.dimension), bias)
     return Opened(module, model, fresh, spec, None if about is None else about.method)
+
+
+def _named(text: str, spec: str, about: About | None, weights: Path | None) -> str:
+    """What is refused of a spec, after the file where that was read, if it was in one."""
+    told = about is not None and about.spec is not None and weights is not None and _beside(about.spec, weights) == spec
+    return f"{weights}: {text}" if told and str(weights) not in text else text
+
+
+def _check_head(held: Tree, transform: str, features: int, classes: int | None, weights: Path | None) -> None:
+    """Refuse a head that does not fit the transform that its file names, before the transform is made."""
+    weight, bias = held["weight"].flatten(1), held.get("bias")
+    expected = (classes, Transform(transform).width(features))
+    if weight.shape != expected or (bias is not None and bias.shape != expected[:1]):
+        shapes = " and ".join(str(tuple(value.shape)) for value in (weight, bias) if value is not None)
+        raise DataError(
+            f"{weights}: {DAMAGED}: its classification layer has the shape {shapes}; behind the transform "
+            f"{transform!r} of {features} features it must be {expected}: get it again"
+        )
 
 
 def _module(
@@ -292,7 +315,8 @@ def _module(
                 raise DataError(f"{weights}: {DAMAGED}: it lacks the inputs by which its network is cut")
             check_size(inputs, weights)
             module = split(module, stand_in(inputs))
-        varied = skeleton(method, module)
+        with reading(weights, f"{DAMAGED}: method"):
+            varied = skeleton(method, module)
         if not about.normalised and isinstance(linear(varied.classifier), NormalisedLinear):
             varied.classifier = plain(varied.classifier)
         return varied

@@ -95,6 +95,10 @@ def reply(
     if isinstance(sent, Statistics) and heads.signed.nonce != sent.header.origin.nonce:
         raise DataError("these heads are of another conversation than the statistics that this site has sent")
     hold_out = heads.hold_out or 0.0
+    if isinstance(sent, Statistics) and bool(hold_out) != (sent.header.held_out is not None):
+        held = "nothing" if sent.header.held_out is None else "a part"
+        raise DataError(f"hold_out of these heads is {heads.hold_out}, but the statistics that this site has sent hold "
+                        f"{held} out: ask for heads of the task that they were made for")  # fmt: skip
     own = sent.stats(form="none") if isinstance(sent, Statistics) else None
     scores = scores_of(model, batches, heads.modules, hold_out, sent=own)
     return answer_of(heads, scores, sent if isinstance(sent, str) else sent.header.digest, hold_out).sealed(key)

@@ -19,7 +19,7 @@ from unskew.conversation.agreement import few
 from unskew.conversation.errands import bytes_in, form_within
 from unskew.conversation.model_file import is_code
 from unskew.data.preparation import Preparation
-from unskew.errors import DECAY, Allowed, DataError, UsageError, check_number, expect, lookup
+from unskew.errors import HELD, Allowed, DataError, UsageError, check_number, expect, lookup
 from unskew.files.checksums import checksum_of
 from unskew.files.signing import is_nonce, new_nonce
 from unskew.files.untrusted import Content, Source, read_toml, reading
@@ -96,7 +96,7 @@ class Task:
                 expect(name, getattr(self, name), str, "give a text, or leave it out")
         expect("preparation", self.preparation, Preparation, "give Preparation(...), or leave it out")
         expect("files", self.files, Mapping, "give the SHA-256 of each file by its name")
-        check_number("hold_out", self.hold_out, DECAY)
+        check_number("hold_out", self.hold_out, HELD)
         if self.classes is not None:
             check_number("classes", self.classes, _CLASSES)
         if self.labels is not None:

@@ -83,7 +83,7 @@ def add_calibrations(out: str | Path, specs: str, trust: bool = False) -> tuple[
         every = [spec for spec in dict.fromkeys([*have, *missing]) if spec != "none"]
         experiment = replace(experiment, calibrate=",".join(every) or "none")
         if missing:
-            made = _made(experiment, out, missing, records, under("params", tree))
+            made = _made(experiment, out, missing, records, under("params", tree), trust)
             _insert(records, [record for record in made if record.name not in have])
         records[0] = replace(start_in(records), experiment=experiment, digest=experiment.digest)
         if missing:
@@ -144,7 +144,9 @@ def _lost(out: Path, record: CalibrationRecord) -> bool:
     return False
 
 
-def _checked(experiment: Experiment, out: Path, records: list[Record], params: Tree) -> tuple[Split, Federation, Saver]:
+def _checked(
+    experiment: Experiment, out: Path, records: list[Record], params: Tree, trust: bool
+) -> tuple[Split, Federation, Saver]:
     """A run's model, its data, and what writes its models; refused if they are not what the run had."""
     method, data = method_of(experiment), data_of(experiment)
     # The start's weights are not asked for, whose file may be gone by now: those of the checkpoint have replaced them.
@@ -156,7 +158,7 @@ def _checked(experiment: Experiment, out: Path, records: list[Record], params: T
         now.contents["network"] = begun.contents["network"]
     check_unchanged(records, now, out / "records.jsonl")
     file = file_of_run(out)
-    model = load_model(file, trust=True).to(experiment.device)
+    model = load_model(file, trust).to(experiment.device)
     held = model.state_dict()
     alike = params.keys() == training.net.tree.keys()
     if not alike or any(name not in held or not torch.equal(held[name].cpu(), value) for name, value in params.items()):
@@ -183,12 +185,12 @@ def _check_scores(now: CalibrationRecord, out: Path, records: list[Record]) -> N
 
 
 def _made(
-    experiment: Experiment, out: Path, specs: list[str], records: list[Record], params: Tree
+    experiment: Experiment, out: Path, specs: list[str], records: list[Record], params: Tree, trust: bool
 ) -> list[CalibrationRecord]:
     """The records of these calibrations of a run's model, and that of the model as it is."""
     makers = calibrators_of(replace(experiment, calibrate=",".join(specs)))
     with blaming(experiment.method):
-        model, federation, save = _checked(experiment, out, records, params)
+        model, federation, save = _checked(experiment, out, records, params, trust)
     with threads(experiment.threads):
         made = calibrations(experiment, model, federation, makers, out, save)
         plain = next(made)  # before any file is written

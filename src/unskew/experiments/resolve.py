@@ -22,7 +22,7 @@ from unskew.conversation.model_file import About, about_of, file_of_run
 from unskew.data.datasets import Dataset, load
 from unskew.data.partition import Federation, federate, partitions
 from unskew.data.preparation import PIXELS, Preparation
-from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
+from unskew.errors import COUNT, DataError, UsageError, check_number, lookup, retold
 from unskew.experiments.experiment import Experiment
 from unskew.files.checksums import checksum_of
 from unskew.files.download import Progress
@@ -253,7 +253,8 @@ def _of_start(experiment: Experiment) -> Experiment:
     about = about_of(path)
     if about is None or about.spec is None:
         raise UsageError(f"start is {path}, which does not say what network it is of: give that by --model")
-    name, options = parse(about.spec)
+    with retold(UsageError, lambda text: f"start is {path}, whose network can't be read: {text}; give it by --model"):
+        name, options = parse(about.spec)
     if name not in networks:
         raise UsageError(f"start is {path}, a model of {about.spec}: give that by --model")
     norm = options.get("norm", "auto") if experiment.norm == "auto" else experiment.norm

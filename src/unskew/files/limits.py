@@ -40,10 +40,10 @@ TABLE: Mapping[str, Limit] = MappingProxyType({
     "header": Limit("16MB", "bytes of header", "names, shapes and metadata in a safetensors file"),
     "tensors": Limit("100000", "tensors", "in a file of weights, heads or a checkpoint"),
     "pickle": Limit("8MB", "bytes of pickle", "what describes tensors in a .pt file; it takes up to 200 times as much"),
-    "memory": Limit("75%", "bytes of memory", "what a file holds when it is read, and a sum of statistics"),
+    "memory": Limit("75%", "bytes of memory", "what a file holds when it is read, and statistics, a site's or a sum"),
     "unbacked": Limit("4GB", "bytes of memory", "what a file asks for beyond its own size: the random numbers of a "
-                      "transform, tensors that repeat a number, a network of the sizes that it names, a model for the "
-                      "inputs that it names"),
+                      "transform, the statistics under one beyond those without, tensors that repeat a number, "
+                      "a network of the sizes that it names, a model for the inputs that it names"),
     "unpacked": Limit("75%", "bytes unpacked", "what a compressed file or an archive holds"),
     "ratio": Limit("200", "times its size", "how much larger a file is once unpacked, if that is above 256 MB"),
     "archive_entries": Limit("2000000", "entries", "files in a .zip, .npz, .pt or .tar.gz"),

@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from unskew.methods import algorithms as known
 from unskew.methods.algorithm import Algorithm
 from unskew.models.networks import Split
 from unskew.models.variants import clsnorm, directions, fixed_classifier, projection, spherical, unit_features
-from unskew.specs import call_user_code, converted, defaults_of, is_own, load_function, parse
+from unskew.specs import call_user_code, converted, defaults_of, is_own, load_function, parse, pieces_of
 
 
 class Method(NamedTuple):
@@ -120,7 +118,7 @@ def method(spec: str) -> Method:
     True
     """
     expect("spec", spec, str, 'write a method\'s name, such as "fednova+on_sphere"')
-    chosen = [_chosen(part) for part in parts_of(spec)]
+    chosen = [_chosen(part) for part in pieces_of(spec)]
     _check(spec, chosen)
     algorithm, variants = known.fedavg(), []
     for _, name, piece, options in sorted(chosen, key=_place):
@@ -143,7 +141,7 @@ def method(spec: str) -> Method:
 
 def skeleton(spec: str, model: Split) -> Split:
     """The variant of a model that a method trains, with any values: what stored weights are loaded into."""
-    named = [part for part in parts_of(spec) if not is_own(part)]
+    named = [part for part in pieces_of(spec) if not is_own(part)]  # no code is run
     for _, _, piece, given in sorted((_chosen(part) for part in named), key=_place):
         if piece.variant:
             options = {**piece.options, **given}
@@ -168,7 +166,7 @@ def _place(chosen: _Chosen) -> tuple[bool, int]:
 
 def _chosen(spec: str) -> _Chosen:
     """One piece of a method's spec."""
-    if not spec.strip():
+    if not spec:
         raise UsageError("method has an empty piece: write names joined by single +, such as fednova+on_sphere")
     file, colon, function = spec.partition(":")
     if colon and "=" not in function and file not in pieces and not is_own(spec):
@@ -190,29 +188,9 @@ def _chosen(spec: str) -> _Chosen:
     return _Chosen(spec, name, piece, converted(spec, options, piece.options))
 
 
-def parts_of(spec: str) -> list[str]:
-    """The pieces of a spec: cut at each "+" that is part neither of a number nor of the path of a file that is there.
-
-    >>> parts_of("fedprox:mu=1e+2+on_sphere")
-    ['fedprox:mu=1e+2', 'on_sphere']
-    """
-    tokens = re.split(r"(?<![\d.][eE])\+|\+(?!\d)", spec.strip())
-    parts: list[str] = []
-    while tokens:
-        joined = ("+".join(tokens[:count]) for count in range(1, len(tokens) + 1))
-        count = next((count for count, text in enumerate(joined, 1) if _is_file(text)), 1)
-        parts, tokens = [*parts, "+".join(tokens[:count])], tokens[count:]
-    return parts
-
-
 def files_of(spec: str) -> list[str]:
     """The files of one's own that a spec names."""
-    return [part.partition(".py:")[0] + ".py" for part in parts_of(spec) if ".py:" in part]
-
-
-def _is_file(spec: str) -> bool:
-    path, dot, _ = spec.partition(".py:")
-    return bool(dot) and Path(f"{path}.py").is_file()
+    return [part.partition(".py:")[0] + ".py" for part in pieces_of(spec) if ".py:" in part]
 
 
 def _modifies(piece: Piece) -> bool:

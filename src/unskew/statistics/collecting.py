@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,17 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from unskew.errors import COUNT, UsageError, check_number, expect
+from unskew.errors import COUNT, HELD, UsageError, check_number, expect
 from unskew.files.writing import seal
 from unskew.models.inputs import described, joined, parts_of
 from unskew.models.networks import Split, evaluating
 from unskew.models.programs import split_program
 from unskew.models.running import Runner, in_type_of
 from unskew.models.transforms import Transform
-from unskew.statistics.moments import ROWS, FeatureStats
+from unskew.statistics.moments import ROWS, FeatureStats, check_widened
 from unskew.statistics.origin import Origin
 
 BYTES = 8 * 2**20  # of features that wait to be added together, at most: fewer, larger products
+LEAST = 10  # examples of a held-out part that leaves a site
 ON_GPU = 16  # times as many on a GPU, where each product is a call of its own
 
 
@@ -42,8 +45,8 @@ def collect(
     The model is in eval mode meanwhile, no gradients are kept, some thousand features are held at a time (on a GPU 16
     times as many), and every module's mode is as before afterwards. An iterable without batches gives statistics of
     zero examples. `held_out` is the share of examples, chosen by lot, whose moments are sent apart as well: see
-    `holding_out`. `origin` says what else is known of the data. `watch` is shown the features and the labels of each
-    batch, to score a head on the way, say.
+    `holding_out` and `enough`. `origin` says what else is known of the data. `watch` is shown the features and the
+    labels of each batch, to score a head on the way, say.
 
     >>> from torch import nn
     >>> model = unskew.split(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), torch.ones(2, 4))
@@ -54,6 +57,7 @@ def collect(
     check_number("classes", classes, COUNT)
     classes, origin = int(classes), origin or Origin()
     width = Transform(transform).width(model.dimension)
+    check_widened(classes, model.dimension, form, transform, bool(held_out))
     home = next(model.parameters(), torch.empty(0)).device
     total = FeatureStats.zero(classes, width, form, transform, bool(held_out), home if home.type == "cuda" else "cpu")
     waiting, examples = list[tuple[Tensor, Tensor, Tensor]](), 0
@@ -86,21 +90,74 @@ def collect(
         if waiting:
             include()
     total._check_known()
+    if total.held_out is not None:
+        _leave_out(total.held_out)
     inputs = joined(lines) or origin.inputs
     origin = replace(origin, layer=model.layer, weights=digest.result(), inputs=inputs)
     return replace(total, origin=origin)
 
 
 def holding_out(batches: Iterable[tuple[Any, Tensor]], share: float) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """The batches, and which of their examples are held out: by lot, the same ones whenever the data come in the same
-    order.
+    """The batches, and which of their examples are held out: by lot, the same ones whenever the same data come in the
+    same order and the share is the same.
+
+    The lot of an example is a hash of the share, its place, its label and its inputs. So whoever does not know the
+    example can't foretell its lot, and the parts that two shares hold out have nothing to do with each other: no
+    two of them can be made to differ by one example.
     """
-    if not 0 <= share < 1:
-        raise UsageError(f"held_out is {share}: it must be at least 0 and below 1")
-    draw = torch.Generator().manual_seed(0)
+    check_number("held_out", share, HELD)
+    place = 0
     for x, y in map(_checked, batches):
-        held = torch.rand(len(y), generator=draw) < share if share else torch.zeros(len(y), dtype=torch.bool)
+        held = torch.zeros(len(y), dtype=torch.bool)
+        if share:
+            held[:] = torch.tensor([lot < share for lot in _lots(x, y, float(share), place)])
+        place += len(y)
         yield x, y, held
+
+
+def _lots(x: Any, y: Tensor, share: float, place: int) -> Iterator[float]:
+    """A number of 0 to 1 for each example of a batch, of which the first has this place in the data."""
+    found = [value.detach().cpu() for value in _tensors_in(x) if value.numel()]
+    rows = [value for value in found if value.ndim and len(value) == len(y)]
+    if not found and len(y):
+        raise UsageError(
+            f"held_out is {share}, but the inputs of a batch are {_kind(x)} without a tensor, and the lot is drawn "
+            "from their numbers: let batches hold tensors, or hold nothing out"
+        )
+    whole = [] if rows else found  # inputs that are not by examples: then all of them count for each
+    start = b"".join([share.hex().encode(), *(value.contiguous().view(torch.uint8).numpy().tobytes()
+                                              for value in (part.reshape(-1) for part in whole))])  # fmt: skip
+    ready = [value.reshape(len(y), -1).contiguous().view(torch.uint8).numpy() for value in rows]
+    for row, label in enumerate(y.tolist()):
+        drawn = hashlib.blake2b(start, digest_size=8)
+        drawn.update(struct.pack("<qq", place + row, label))
+        for value in ready:
+            drawn.update(value[row].data)
+        yield int.from_bytes(drawn.digest()) / 2**64
+
+
+def _tensors_in(x: Any) -> list[Tensor]:
+    """All tensors among the inputs of a model."""
+    parts = list(x.values()) if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else None
+    if parts is not None:
+        return [value for part in parts for value in _tensors_in(part)]
+    return [x] if isinstance(x, Tensor) else []
+
+
+def enough(count: Tensor) -> Tensor:
+    """Which classes of a held-out part, with so many examples (C,), may leave a site: not those of a single example,
+    whose mean would be that example; and none at all, if that is left of fewer than `LEAST` examples.
+    """
+    several = count > 1
+    return several & (count[several].sum() >= LEAST)
+
+
+def _leave_out(held: FeatureStats) -> None:
+    """Take out of a held-out part, in place, what may not leave the site."""
+    few = ~enough(held.count)
+    held.count[few], held.mean[few] = 0, 0
+    if few.all():
+        held.scatter.zero_()  # to which a single example has added nothing
 
 
 def _checked(batch: Any) -> tuple[Any, Tensor]:

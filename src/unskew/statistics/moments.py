@@ -17,6 +17,7 @@ moments (`ridge.py`).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError, UsageError
+from unskew.files import limits
 from unskew.models.transforms import Transform
 from unskew.statistics.fingerprints import Part, copies
 from unskew.statistics.merging import Joint, cubes_between, join, join_scatter, outer, squares_of
@@ -103,7 +105,11 @@ class FeatureStats:
         cls, classes: int, dimension: int, form: str = "class", transform: str = "identity", held_out: bool = False,
         device: torch.device | str = "cpu",
     ) -> FeatureStats:  # fmt: skip
-        """The statistics of no examples; `dimension` is that of the transformed features."""
+        """The statistics of no examples; `dimension` is that of the transformed features. Refused, before memory is
+        taken, if they would take more than the limit `memory`.
+        """
+        kept, _ = bytes_of(classes, dimension, form, held_out)
+        limits.check("memory", kept, told_of(classes, dimension, form, transform))
         mean = torch.zeros(classes, dimension, dtype=torch.float64, device=device)
         scatter = mean.new_zeros(scatter_shape(form, classes, dimension))
         held = cls.zero(classes, dimension, "pooled", transform, device=device) if held_out else None
@@ -430,6 +436,31 @@ class FeatureStats:
         from unskew.statistics.file import load
 
         return load(Path(path))
+
+
+def bytes_of(classes: int, dimension: int, form: str, held_out: bool = False) -> tuple[int, int]:
+    """The bytes that statistics take in memory, and those of a matrix beside them while examples are added."""
+    numbers = classes * (1 + dimension + (form in CUBED)) + math.prod(scatter_shape(form, classes, dimension))
+    apart = bytes_of(classes, dimension, "pooled")[0] if held_out else 0
+    matrix = 12 * dimension**2 if form in ("class", "pooled") or held_out else 0  # as a square and as a triangle
+    return 8 * numbers + apart, matrix
+
+
+def check_widened(classes: int, features: int, form: str, transform: str, held_out: bool = False) -> None:
+    """Refuse a transform, a few characters in a task, that makes the statistics of so many features take too much more
+    memory, held and written: see the limit `unbacked`.
+    """
+    width = Transform(transform).width(features)
+    plain, wide = (2 * kept + beside for kept, beside in
+                   (bytes_of(classes, size, form, held_out) for size in (features, width)))  # fmt: skip
+    limits.check("unbacked", wide - plain, told_of(classes, width, form, transform))
+
+
+def told_of(classes: int, dimension: int, form: str, transform: str) -> str:
+    """Statistics that are too large, in words."""
+    few = "fewer features take less" if form == "none" else "fewer features or a smaller form, such as none, take less"
+    return (f"form is {form!r} and transform is {transform!r}: statistics of {classes:,} classes and {dimension:,} "
+            f"features ({few})")  # fmt: skip
 
 
 def added(parts: Iterable[FeatureStats]) -> FeatureStats:
