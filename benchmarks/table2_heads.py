@@ -81,7 +81,8 @@ def trained(told: Experiment, folder: Path, data) -> tuple[Split, int]:
     if (folder / "model.safetensors").exists():
         return load_model(folder / "model.safetensors").to(data.x.device), told.rounds
     tree, about = load_sealed(folder / "checkpoint.safetensors")
-    model = installed(resolve_auto(told, data, method_of(told))[1], under("params", tree))
+    anywhere = replace(told, engine="sequential", precision="float32")
+    model = installed(resolve_auto(anywhere, data, method_of(told))[1], under("params", tree))
     return model.to(data.x.device), json.loads(about["round"])["number"]
 
 

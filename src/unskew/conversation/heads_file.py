@@ -114,8 +114,8 @@ def _head(name: str, front: str, tree: Tree, model: Split) -> nn.Module:
     expected = (model.classes, Transform(front).width(model.dimension))
     biased, kind = bias is None or bias.shape == expected[:1], linear(model.classifier).weight.dtype
     if weight.shape != expected or not biased or weight.dtype != kind:
-        raise DataError(f"its heads don't fit the model: {name!r} is {weight.dtype} of shape {tuple(weight.shape)}; it "
-                        f"must be {kind} of shape {expected}: let the server load this model")  # fmt: skip
+        raise DataError(f"{name!r} is {weight.dtype} of shape {tuple(weight.shape)}; it must be {kind} of shape "
+                        f"{expected}: let the server load this model")  # fmt: skip
     if not all(torch.isfinite(value).all() for value in (weight, bias) if value is not None):
         raise DataError(f"{name!r} holds NaN or infinity")
     return behind(linear_of(weight, bias), front, model.dimension)

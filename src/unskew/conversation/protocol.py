@@ -333,7 +333,7 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
     All that a transport has to be: see `in_process`.
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
-    >>> sites = {name: [(torch.randn(50, 2), torch.arange(50) % 2)] for name in ("a", "b")}
+    >>> sites = {name: [(torch.randn(200, 2), torch.arange(200) % 2)] for name in ("a", "b")}
     >>> result = talk(serve(model, sites), in_process(model, sites))
     >>> result.rosters[0].answered
     ('a', 'b')
