@@ -108,7 +108,7 @@ def list_names(what: str | None) -> None:
 
 
 def _data_sets(kind: str) -> Table:
-    from unskew.data.datasets import KNOWN
+    from unskew.data.known import KNOWN
 
     table = Table([Column(kind, False), Column("classes"), Column("", False)])
     for known in KNOWN.values():

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unskew.data.readers import Array
+from unskew.data.arrays import Array
 from unskew.errors import DataError, UsageError, lookup
 from unskew.files import limits
 from unskew.files.untrusted import open_regular, reading
