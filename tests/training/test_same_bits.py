@@ -13,7 +13,7 @@ from helpers.rounds import everything, gap
 from unskew.calibration.ridge import ffc
 from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
-from unskew.methods.algorithms import fedavg, scaffold
+from unskew.methods.bases import fedavg, scaffold
 from unskew.models.networks import build
 from unskew.training.engines.batched import batched
 from unskew.training.engines.lanes.buffers import PAIR, LaneBuffers

@@ -26,7 +26,7 @@ from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
 from unskew.files.checksums import checksum_of
 from unskew.files.download import Progress
-from unskew.methods.algorithms import fedavg
+from unskew.methods.bases import fedavg
 from unskew.methods.names import Method, method
 from unskew.models.cutting import split
 from unskew.models.foreign import load_module, sized

@@ -25,7 +25,7 @@ from unskew.calibration.retraining import retrain
 from unskew.data.partition import Federation
 from unskew.errors import UsageError, check_number
 from unskew.methods.algorithm import Algorithm, never
-from unskew.methods.algorithms import fedavg
+from unskew.methods.bases import fedavg
 from unskew.methods.optim import SGD
 from unskew.models.evaluate import Scores, batches, score
 from unskew.models.networks import Split, evaluating
