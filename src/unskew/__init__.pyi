@@ -12,13 +12,13 @@ from unskew.conversation.messages import Fault as Fault
 from unskew.conversation.model_file import load_model as load_model
 from unskew.conversation.protocol import (
     Result as Result,
-    in_process as in_process,
     reply as reply,
     serve as serve,
     talk as talk,
 )
 from unskew.conversation.roster import Roster as Roster
 from unskew.conversation.tasks import Task as Task
+from unskew.conversation.transports import in_process as in_process
 from unskew.data.datasets import Dataset as Dataset, dataset as dataset, load as load
 from unskew.data.partition import (
     Federation as Federation,

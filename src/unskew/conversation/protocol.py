@@ -15,7 +15,7 @@ nothing where a reply did not come. What that means is decided by the `Roster`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TypeAlias
@@ -37,10 +37,10 @@ from unskew.conversation.calibrating import (
 )
 from unskew.conversation.errands import Batches, answer_of, collected, scores_of
 from unskew.conversation.heads_file import heads_bytes
-from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
+from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Bytes, Late, Require, Roster, Sent, Taken, needed
 from unskew.conversation.tasks import Task
-from unskew.errors import DataError, UnskewError, UsageError, expect, one_line, printable, shortened
+from unskew.errors import DataError, UsageError, expect, printable, shortened
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
 from unskew.models.transforms import Transform
@@ -133,7 +133,7 @@ class Result:
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> sites = {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]}
-    >>> print(talk(serve(model, sites, Task(form="pooled"), validated=False), in_process(model, sites)))
+    >>> print(talk(serve(model, sites, Task(form="pooled"), validated=False), unskew.in_process(model, sites)))
     head: ffc; unverified: no site has checked it
     statistics: 1 of 1 sites
     """
@@ -326,11 +326,11 @@ def _alone(site: str, other: str | None) -> str:
 def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], Replies]) -> Result:
     """Lead a conversation to its end: `ask` carries a request to the sites and gives what comes back, as it comes.
 
-    All that a transport has to be: see `in_process`.
+    All that a transport has to be: see `transports.in_process`.
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> sites = {name: [(torch.randn(50, 2), torch.arange(50) % 2)] for name in ("a", "b")}
-    >>> result = talk(serve(model, sites), in_process(model, sites))
+    >>> result = talk(serve(model, sites), unskew.in_process(model, sites))
     >>> result.rosters[0].answered
     ('a', 'b')
     """
@@ -346,32 +346,3 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
         except StopIteration as end:
             result: Result = end.value
             return result
-
-
-def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request], Replies]:
-    """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice.
-    A site whose batches raise an error has failed.
-
-    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
-    >>> ask = in_process(model, {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]})
-    >>> [(site, said.header.examples) for site, said in ask(Task(form="pooled"))]
-    [('a', 50)]
-    """
-    expect("model", model, Split, "cut it first: split(module, example)")
-    expect("data", data, Mapping, "give the batches of each site by its name, {name: batches}")
-    sent: dict[str, Statistics] = {}
-
-    def ask(request: Request) -> Iterator[tuple[str, Sent]]:
-        for site in [site for site in data if site in (request.sites or data)]:
-            said: Sent
-            try:
-                said = reply(request, model, data[site], sent.get(site))
-            except UnskewError as error:
-                said = error
-            except Exception as error:  # what a site's batches can raise is no closed list
-                said = Fault("failed", one_line(error))
-            if isinstance(said, Statistics):
-                sent[site] = said
-            yield site, said
-
-    return ask
