@@ -146,6 +146,11 @@ def network_of(experiment: Experiment, data: Dataset) -> Split:
         return (
             module if isinstance(module, Split) else call_user_code("model", experiment.model, split, module, example)
         )
+    if data.x.dim() != 4:
+        raise UsageError(
+            f"data is {experiment.data!r}, vectors of {data.channels} features, but {experiment.model} takes images: "
+            "give a network of your own by --model file.py:function (docs/guides/own-model.md)"
+        )
     norm = None if experiment.norm == "auto" else experiment.norm
     sizes = (data.classes, data.channels, data.size)
     check_memory(lambda: build(experiment.model, *sizes, norm), f"model {experiment.model!r} for images of {data.size}")
