@@ -257,7 +257,7 @@ def _propose(path: Path, wish: Wish, opened: Opened, material: Material, asked: 
 def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Material) -> None:
     """Write the model with its new head, or with the best of those that the sites have scored."""
     from unskew.calibration.calibrator import with_classifier
-    from unskew.calibration.selection import calibrator_of
+    from unskew.calibration.selection import calibrator_of, named
     from unskew.conversation.calibrating import make_head
     from unskew.conversation.heads_file import OLD
     from unskew.conversation.model_file import program_of, write_model
@@ -282,7 +282,8 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
         show(f"{wish.export}: a torch.export program with the head of {name}, from {source}; {program.takes}")
     bias = linear(model.classifier).bias is not None
     if name != OLD and not calibrator_of(name, stats.form, stats.transform, bias).likely:
-        note(f"the logits of {name} rank the classes, but are no log-probabilities: for confidences choose lda or ccvr")
+        sure = named(lambda calibrator: calibrator.likely)
+        note(f"the logits of {name} rank the classes, but are no log-probabilities: for confidences choose {sure}")
     if not wish.heads:
         doubt = "this head" if opened.fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
