@@ -94,7 +94,7 @@ def _noted(
 def list_names(what: str | None) -> None:
     """What there is, with a line each.
 
-    WHAT is data, networks, partitions, methods, engines, calibrators, personal or tables; all of them if it is left out.
+    WHAT is data, networks, partitions, methods, engines, calibrators, personal or tables; without it, all of them.
     """
     made: dict[str, Callable[[str], Table]] = {"data": _data_sets, "methods": _methods}
     kinds = {kind: made.get(kind, _factories) for kind in
