@@ -17,7 +17,7 @@ from unskew.calibration.ridge import ffc
 from unskew.calibration.selection import calibrate
 from unskew.calibration.virtual import ccvr
 from unskew.conversation.answers import Answer
-from unskew.conversation.calibrating import Material, make_head, propose
+from unskew.conversation.calibrating import Gathered, make_head, propose
 from unskew.conversation.heads_file import OLD
 from unskew.conversation.messages import Candidates, Fault, Statistics, read_reply, read_request
 from unskew.conversation.protocol import reply, serve, talk
@@ -208,9 +208,9 @@ def test_a_folder_of_messages_is_a_conversation(tmp_path):
 
 def test_heads_are_scored_on_what_is_new_to_them():
     stats = collect_for(TASK, DATA["a"])
-    proposal = propose("ffc", Material(stats), MODEL.classifier)
+    proposal = propose("ffc", Gathered(stats), MODEL.classifier)
     assert proposal.stats.count.equal(stats.count - stats.held_out.count)
-    rest = make_head("ffc", Material(stats.without_held_out), MODEL.classifier)
+    rest = make_head("ffc", Gathered(stats.without_held_out), MODEL.classifier)
     assert torch.equal(proposal.heads["ffc"].weight, rest.weight)
 
 

@@ -613,8 +613,8 @@ def test_what_an_experiment_says_reaches_its_run(data, tmp_path, monkeypatch) ->
     monkeypatch.setitem(made.ways, "head", lambda epochs=5, lr=0.01, batch=64, momentum=0.9: (
         given.append((epochs, lr, batch, momentum)) or real(epochs, lr, batch, momentum)))  # fmt: skip
     sites = []
-    spy = made.Site
-    monkeypatch.setattr(made, "Site", lambda *values: sites.append(values) or spy(*values))
+    spy = made.Home
+    monkeypatch.setattr(made, "Home", lambda *values: sites.append(values) or spy(*values))
     personal(lr=0.07, momentum=0.3, batch=4, seed=5)
     assert (5, 0.07, 4, 0.3) in given
     assert {site[-1] for site in sites} == {5}

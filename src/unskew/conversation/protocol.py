@@ -27,7 +27,7 @@ from unskew.calibration.calibrator import Calibrator, with_classifier
 from unskew.conversation.answers import Answer, Counts, check_answer, counts_in
 from unskew.conversation.calibrating import (
     Gathering,
-    Plan,
+    HeadPlan,
     Seed,
     Validation,
     make_head,
@@ -209,7 +209,7 @@ def serve(
     accept = _accepted(accept, roster.expected)
     mix = _mix(prior, model.classes)
 
-    def plan(form: str) -> Plan:
+    def plan(form: str) -> HeadPlan:
         return plan_for(calibrator, [form], Transform(task.transform).name, model.classifier, robust=robust,
                         prior=mix is not None)  # fmt: skip
 
@@ -221,12 +221,12 @@ def serve(
     for site, why in gathering.settle().items():
         roster.refuse(site, why)
     roster.check(require)
-    material = gathering.material(mix, next(model.classifier.parameters()).device)
+    gathered = gathering.gathered(mix, next(model.classifier.parameters()).device)
     if not validated:
-        new = make_head(calibrator, material, model.classifier, seed)
+        new = make_head(calibrator, gathered, model.classifier, seed)
         name = gathering.plan.wanted.name
-        return Result(with_classifier(model, new), name, material.stats, (roster,), None, gathering.notes)
-    proposal = propose(calibrator, material, model.classifier, seed)
+        return Result(with_classifier(model, new), name, gathered.stats, (roster,), None, gathering.notes)
+    proposal = propose(calibrator, gathered, model.classifier, seed)
     request = Candidates(heads_bytes(model, proposal.heads, proposal.stats, fresh, key, task.hold_out))
     del proposal
     heads, answers = request.heads(model), dict[str, Counts]()
@@ -254,7 +254,7 @@ def serve(
     found = validate(answers, mix)
     notes = (*gathering.notes, *(_alone(site, other) for site, other in found.deciding.items()))
     chosen = with_classifier(model, heads.modules[found.best])
-    return Result(chosen, found.best, material.stats, (roster, second), found, notes)
+    return Result(chosen, found.best, gathered.stats, (roster, second), found, notes)
 
 
 def _accepted(accept: Iterable[str], sites: tuple[str, ...]) -> tuple[str, ...]:
@@ -281,7 +281,7 @@ def _mix(prior: Tensor | Sequence[float] | None, classes: int) -> Tensor | None:
     return mix
 
 
-def _check_able(plan: Callable[[str], Plan], form: str, validated: bool) -> None:
+def _check_able(plan: Callable[[str], HeadPlan], form: str, validated: bool) -> None:
     """Refuse a calibrator that can't work on what sites are to send, before they are asked. Of examples that are not
     held out, which validated heads are made from, less is known than of all.
     """

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unskew.data import own_files
-from unskew.data.known import KNOWN, Found, Known
+from unskew.data.known import KNOWN, Found, KnownData
 from unskew.errors import DataError, UsageError, lookup
 from unskew.files.download import Progress, fetch
 from unskew.files.untrusted import reading
@@ -223,7 +223,7 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     return Path(folder).expanduser() if folder else cache_folder()
 
 
-def _find(known: Known, folder: Path, download: bool, progress: Progress | None) -> list[Path]:
+def _find(known: KnownData, folder: Path, download: bool, progress: Progress | None) -> list[Path]:
     """Return the unpacked folder of a known data set, or its files, fetched if they are not there."""
     places = (folder / known.name, folder)
     for place in (*(place / known.folder for place in places), *places):
@@ -258,7 +258,7 @@ def load(
 
     A known data set is looked for in `folder`/<name> and in `folder`, unpacked or as the official archive,
     and otherwise downloaded; `folder` is $UNSKEW_DATA or ~/.cache/unskew by default. `label_set="coarse"` takes
-    CIFAR-100's 20 coarse classes. Data that come as image files (folders, and data sets whose `Known` says so) are
+    CIFAR-100's 20 coarse classes. Data that come as image files (folders, and data sets whose `KnownData` says so) are
     scaled to size x size if `size` is given, decoded once and kept in `folder`/decoded. Known names come first: a
     folder of yours called digits is `./digits`.
 

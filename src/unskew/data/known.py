@@ -28,14 +28,14 @@ class File:
 class Found(NamedTuple):
     """What a reader is given of a known data set."""
 
-    paths: list[Path]  # the folder that its archive unpacks to, or its files in the order of `Known.files`
+    paths: list[Path]  # the folder that its archive unpacks to, or its files in the order of `KnownData.files`
     cache: Path  # where decoded images are kept
     size: int | None  # to which images are scaled
     label_set: str
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownData:
     """A data set that `load` knows by name."""
 
     name: str
@@ -60,13 +60,13 @@ _EDINBURGH_PAGE = "github.com/vaseline555/Federated-Learning-in-PyTorch"
 _TINY_PAGE = "github.com/ContinualAI/avalanche"
 
 _KNOWN = (
-    Known(
+    KnownData(
         "digits",
         "1,797 handwritten digits, 8x8 grey; part of scikit-learn, no download",
         10,
         lambda found: bundled.digits(),
     ),
-    Known(
+    KnownData(
         "fashion-mnist",
         "60,000 + 10,000 articles of clothing, 28x28 grey",
         10,
@@ -78,7 +78,7 @@ _KNOWN = (
             File(f"{_ZALANDO}t10k-labels-idx1-ubyte.gz", "md5:bb300cfdad3c16e7a12a480ee83cd310", _ZALANDO_PAGE),
         ),
     ),
-    Known(
+    KnownData(
         "cifar10",
         "50,000 + 10,000 photographs of animals and vehicles, 32x32 colour",
         10,
@@ -87,7 +87,7 @@ _KNOWN = (
         "cifar-10-batches-py",
         "batches.meta",
     ),
-    Known(
+    KnownData(
         "cifar100",
         "50,000 + 10,000 photographs, 32x32 colour; 100 fine or 20 coarse classes",
         100,
@@ -97,7 +97,7 @@ _KNOWN = (
         "meta",
         label_sets=("fine", "coarse"),
     ),
-    Known(
+    KnownData(
         "cinic10",
         "90,000 + 90,000 photographs in CIFAR-10's classes, 32x32 colour; its validation part is not used",
         10,
@@ -107,7 +107,7 @@ _KNOWN = (
         "train/airplane",
         image_files=True,
     ),
-    Known(
+    KnownData(
         "tiny-imagenet",
         "100,000 + 10,000 photographs, 64x64 colour; tested on its validation part",
         200,
@@ -118,4 +118,4 @@ _KNOWN = (
         image_files=True,
     ),
 )
-KNOWN: dict[str, Known] = {known.name: known for known in _KNOWN}
+KNOWN: dict[str, KnownData] = {known.name: known for known in _KNOWN}

@@ -65,7 +65,7 @@ def _npz_images(x: Array, name: str) -> Array:
     )
 
 
-class Part(NamedTuple):
+class NpzPart(NamedTuple):
     """One part of an .npz file."""
 
     x: Array  # (N, height, width[, channels]) uint8 or float32, or (N, features) float32
@@ -73,12 +73,12 @@ class Part(NamedTuple):
     labels: tuple[str, ...] | None  # None when the file names no classes
 
 
-def _npz_part(path: Path, held: Mapping[str, Array], end: str = "") -> Part:
+def _npz_part(path: Path, held: Mapping[str, Array], end: str = "") -> NpzPart:
     y = held[f"y{end}"]
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"{path}: y{end} is {y.dtype} of shape {y.shape}; expected integers of shape (N,)")
     names = tuple(str(name) for name in held["labels"].ravel()) if "labels" in held else None
-    return Part(_npz_images(held[f"x{end}"], f"{path}: x{end}"), y.astype(np.int64), names)
+    return NpzPart(_npz_images(held[f"x{end}"], f"{path}: x{end}"), y.astype(np.int64), names)
 
 
 def npz(path: Path) -> Arrays:
@@ -95,7 +95,7 @@ def npz(path: Path) -> Arrays:
     return Arrays(train.x, train.y, test.x, test.y, test.labels)
 
 
-def npz_part(path: Path, part: str) -> Part:
+def npz_part(path: Path, part: str) -> NpzPart:
     """Read x and y from an .npz file or, if it has none, x_<part> and y_<part>; else as `npz`."""
     for end in ("", f"_{part}"):
         held = load_npz(path, f"x{end}", f"y{end}", "labels")
