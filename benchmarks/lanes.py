@@ -23,7 +23,8 @@ from torch import Tensor
 
 from unskew.data.datasets import Dataset, dataset, gather, normalise
 from unskew.data.partition import Partition, dirichlet, federate, iid
-from unskew.methods.algorithms import fedavg, fedprox, moon, scaffold
+from unskew.methods.bases import fedavg, moon, scaffold
+from unskew.methods.presets import fedprox
 from unskew.models.networks import Split, build
 from unskew.training.engines.lanes.buffers import LaneBuffers
 from unskew.training.engines.lanes.engine import Lanes

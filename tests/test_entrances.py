@@ -18,7 +18,7 @@ from unskew.calibration.ridge import ffc
 from unskew.calibration.selection import calibrate
 from unskew.calibration.virtual import ccvr
 from unskew.errors import UsageError
-from unskew.methods.algorithms import fedavg
+from unskew.methods.bases import fedavg
 from unskew.methods.optim import cosine
 from unskew.models.cutting import split
 from unskew.models.evaluate import batches

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import unskew
 from helpers.commands import ENVIRONMENT
+from unskew.conversation.messages import Statistics
 from unskew.statistics.file import total_of
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +87,42 @@ def test_calibration_by_hand(tmp_path):
     assert set(torch.load(folder / "calibrated.pt")) == {
         f"{n}.{part}" for n in (0, 2, 4) for part in ("weight", "bias")
     }
+
+
+def test_a_conversation_between_processes_with_a_lost_site(tmp_path):
+    printed = output_of([sys.executable, "-W", "error", EXAMPLES / "through_a_folder.py"], tmp_path, 120)
+    assert "statistics: 2 of 3 sites; c: missing (no reply within 5 s)" in printed
+    assert "answers: 2 of 2 sites" in printed
+    assert printed.endswith("the sites ended with 0 0\n")
+    (folder,) = tmp_path.glob("unskew-*")
+    numbers = (1, 2)
+    there = {f"{site}/{number}.{kind}" for site in "ab" for number in numbers for kind in ("request", "reply")}
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == {*there, "c/1.request", "done"}
+
+
+def test_a_site_that_is_lost_after_its_statistics_is_missing(tmp_path):
+    """Its statistics count. It ends when it is told that the conversation has."""
+    example = runpy.run_path(str(EXAMPLES / "through_a_folder.py"))
+    network, examples, attend, asking = (example[name] for name in ("network", "examples", "attend", "asking"))
+    inner, model = asking(tmp_path, seconds=0.3), network()
+
+    def ask(request):
+        """The first request is replied to by all, the second by nobody but a."""
+        for site in request.sites if isinstance(request, unskew.Task) else ["a"]:
+            number = 1 if isinstance(request, unskew.Task) else 2
+            sent = [Statistics.from_bytes(path.read_bytes()) for path in (tmp_path / site).glob("1.reply")]
+            said = unskew.reply(request, model, examples(site), *sent)
+            example["put"](tmp_path / site / f"{number}.reply", said.to_bytes())
+        return inner(request)
+
+    result = unskew.talk(unskew.serve(model, example["SITES"], require=1), ask)
+    assert result.rosters[0].answered == ("a", "b", "c")
+    told = "b: missing (no reply within 0.3 s); c: missing (no reply within 0.3 s)"
+    assert str(result.rosters[1]) == f"answers: 1 of 3 sites; {told}"
+    example["put"](tmp_path / "done", b"")
+    attend(tmp_path, "b", model, examples("b"))  # which finds its requests, replies, and ends
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"1.request", "1.reply", "2.request", "2.reply"}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from helpers.commands import ENVIRONMENT
 
 SOURCE = Path(unskew.__file__).parent
 CORE = ("tree", "seeds", "data.datasets", "data.partition", "models.networks", "models.cutting", "models.evaluate",
-        "models.transforms", "methods.optim", "methods.algorithms", "training.client", "training.simulate",
+        "models.transforms", "methods.optim", "methods.presets", "training.client", "training.simulate",
         "training.aggregate", "statistics.moments", "calibration.virtual", "calibration.ridge",
         "calibration.discriminants", "calibration.selection")  # fmt: skip
 ELSEWHERE = ("unskew.__main__", *([] if importlib.util.find_spec("triton") else ["_kernels"]))

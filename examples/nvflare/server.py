@@ -28,7 +28,7 @@ class Calibrate(ModelController):
         def ask(request: Request) -> Iterator[tuple[str, bytes]]:
             said = torch.frombuffer(bytearray(request.to_bytes()), dtype=torch.uint8).numpy()
             kind, asked = "stats" if isinstance(request, unskew.Task) else "answer", {**params, "request": said}
-            for reply in self.send_model_and_wait("calibrate", FLModel(params=asked), targets=sites):
+            for reply in self.send_model_and_wait("calibrate", FLModel(params=asked), targets=list(request.sites)):
                 site, content = reply.meta["client_name"], reply.params["reply"].tobytes()
                 (folder / f"{site}.{kind}").write_bytes(content)
                 yield site, content

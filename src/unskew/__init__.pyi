@@ -12,13 +12,13 @@ from unskew.conversation.messages import Fault as Fault
 from unskew.conversation.model_file import load_model as load_model
 from unskew.conversation.protocol import (
     Result as Result,
-    in_process as in_process,
     reply as reply,
     serve as serve,
     talk as talk,
 )
 from unskew.conversation.roster import Roster as Roster
 from unskew.conversation.tasks import Task as Task
+from unskew.conversation.transports import in_process as in_process
 from unskew.data.datasets import Dataset as Dataset, dataset as dataset, load as load
 from unskew.data.partition import (
     Federation as Federation,
@@ -34,29 +34,21 @@ from unskew.experiments.experiment import Experiment as Experiment
 from unskew.experiments.recalibrate import add_calibrations as add_calibrations
 from unskew.experiments.runner import run as run
 from unskew.methods.algorithm import Algorithm as Algorithm
-from unskew.methods.algorithms import (
-    alternating as alternating,
-    ce as ce,
-    clsprox as clsprox,
-    fedadagrad as fedadagrad,
-    fedadam as fedadam,
+from unskew.methods.bases import (
     fedavg as fedavg,
-    fedavgm as fedavgm,
-    fedbabu as fedbabu,
     feddyn as feddyn,
     fednova as fednova,
-    fedopt as fedopt,
-    fedprox as fedprox,
-    fedrep as fedrep,
-    fedyogi as fedyogi,
+    moon as moon,
+    scaffold as scaffold,
+)
+from unskew.methods.modifications import (
+    alternating as alternating,
+    ce as ce,
     frozen_head as frozen_head,
     keep_local as keep_local,
-    lg_fedavg as lg_fedavg,
-    moon as moon,
     mse as mse,
     on_sphere as on_sphere,
     proximal as proximal,
-    scaffold as scaffold,
     server as server,
 )
 from unskew.methods.names import Method as Method, method as method
@@ -68,6 +60,18 @@ from unskew.methods.optim import (
     momentum as momentum,
     multistep as multistep,
     yogi as yogi,
+)
+from unskew.methods.presets import (
+    clsprox as clsprox,
+    fedadagrad as fedadagrad,
+    fedadam as fedadam,
+    fedavgm as fedavgm,
+    fedbabu as fedbabu,
+    fedopt as fedopt,
+    fedprox as fedprox,
+    fedrep as fedrep,
+    fedyogi as fedyogi,
+    lg_fedavg as lg_fedavg,
 )
 from unskew.models.cutting import split as split
 from unskew.models.evaluate import Scores as Scores, batches as batches, score as score

@@ -21,6 +21,7 @@ import torch
 
 from helpers.commands import _forked, blobs, tiny, unskew
 from unskew import Experiment
+from unskew.training.engines.registry import engines
 
 KILLS = 4  # of a trial
 LEFT = 5.0  # seconds in which the processes of a killed one must end
@@ -34,6 +35,7 @@ class Case(NamedTuple):
 
     name: str
     arguments: Callable[[Path, Path], list[str]]  # from the data and the folder to write to
+    share: int  # how often it is tried, beside the others
 
 
 def _run(**options: Any) -> Callable[[Path, Path], list[str]]:
@@ -51,15 +53,18 @@ def _table(*options: str) -> Callable[[Path, Path], list[str]]:
     return arguments
 
 
+OPTIONS: dict[str, dict[str, Any]] = {  # of an engine's run, so that all kinds of state are there when it is killed
+    "sequential": {"method": "fedavgm", "fraction": 0.5, "calibrate": "ffc,ccvr:samples=200:epochs=2"},
+    "batched": {"norm": "batch"},
+    "workers": {"method": "scaffold"},
+    "lanes": {"lanes": 3, "method": "moon", "fraction": 0.5},
+}
 CASES = [
-    Case("sequential", _run(rounds=12, method="fedavgm", fraction=0.5, calibrate="ffc,ccvr:samples=200:epochs=2")),
-    Case("batched", _run(rounds=12, engine="batched", norm="batch")),
-    Case("workers", _run(rounds=12, engine="workers", method="scaffold")),
-    Case("lanes", _run(rounds=12, engine="lanes", lanes=3, method="moon", fraction=0.5)),
-    Case("a table on lanes", _table("--engine", "lanes")),
-    Case("a table, two runs at a time", _table("--jobs", "2")),
-]
-SHARES = [4, 2, 4, 4, 4, 2]  # how often each is tried
+    *(Case(name, _run(rounds=12, engine=name, **OPTIONS.get(name, {})), 2 if name == "batched" else 4)
+      for name in engines if name != "auto"),
+    Case("a table on lanes", _table("--engine", "lanes"), 4),
+    Case("a table, two runs at a time", _table("--jobs", "2"), 2),
+]  # fmt: skip
 
 
 class Trial(NamedTuple):
@@ -74,7 +79,7 @@ class Trial(NamedTuple):
 def trial(number: int, seed: int, folder: Path, known: dict[str, tuple[float, dict[str, Any]]]) -> Trial:
     """Kill a case some times, finish it, and compare; `known` keeps the unbroken runs."""
     draw = random.Random(f"{seed} {number}")
-    case = draw.choices(CASES, SHARES)[0]
+    case = draw.choices(CASES, [case.share for case in CASES])[0]
     data = folder / "data.npz"
     if not data.exists():
         blobs(data)

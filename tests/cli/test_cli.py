@@ -386,7 +386,7 @@ def test_a_demo_over_seeds_gives_mean_and_spread(small_demo, here) -> None:
 def test_the_list_of_everything() -> None:
     everything = unskew("list")
     assert everything.code == 0
-    some = {"data": "tiny-imagenet", "models": "mobilenetv2", "partitions": "dirichlet", "methods": "fedavgm",
+    some = {"data": "tiny-imagenet", "networks": "mobilenetv2", "partitions": "dirichlet", "methods": "fedavgm",
             "engines": "workers", "calibrators": "oracle", "personal": "own"}  # fmt: skip
     for kind, name in some.items():
         answer = unskew("list", kind)

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unskew.conversation.heads_file import heads_bytes
 from unskew.conversation.messages import Candidates
-from unskew.conversation.protocol import in_process, reply, serve, talk
+from unskew.conversation.protocol import reply, serve, talk
 from unskew.conversation.tasks import Task
+from unskew.conversation.transports import in_process
 from unskew.errors import DataError, UnskewError, UsageError
 from unskew.models.networks import Split
 

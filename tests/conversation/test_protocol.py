@@ -17,12 +17,13 @@ from unskew.calibration.ridge import ffc
 from unskew.calibration.selection import calibrate
 from unskew.calibration.virtual import ccvr
 from unskew.conversation.answers import Answer
-from unskew.conversation.calibrating import Material, make_head, propose
+from unskew.conversation.calibrating import Gathered, make_head, propose
 from unskew.conversation.heads_file import OLD
 from unskew.conversation.messages import Candidates, Fault, Statistics, read_reply, read_request
-from unskew.conversation.protocol import in_process, reply, serve, talk
+from unskew.conversation.protocol import reply, serve, talk
 from unskew.conversation.roster import Roster, needed
 from unskew.conversation.tasks import Task
+from unskew.conversation.transports import in_process
 from unskew.errors import DataError, UsageError
 from unskew.files import streams
 from unskew.files.streams import Reader
@@ -178,7 +179,7 @@ def test_a_reply_is_let_go_before_the_next_is_asked_for():
 
 
 def test_a_folder_of_messages_is_a_conversation(tmp_path):
-    """The server writes requests, sites write replies beside them; who comes too late is named."""
+    """The server writes requests, sites write replies beside them; who is missing is named."""
 
     def site(name, request):
         folder = tmp_path / name
@@ -198,18 +199,18 @@ def test_a_folder_of_messages_is_a_conversation(tmp_path):
             site(name, f"{number}.request")
         for name in NAMES:
             path = tmp_path / name / f"{number}.reply"
-            yield name, path.read_bytes() if path.exists() else Fault("late", "nothing by noon")
+            yield name, path.read_bytes() if path.exists() else Fault("missing", "nothing by noon")
 
     result = talk(serve(MODEL, NAMES, TASK, require=0.75), ask)
-    assert str(result.rosters[1]) == "answers: 3 of 4 sites; d: late (nothing by noon)"
+    assert str(result.rosters[1]) == "answers: 3 of 4 sites; d: missing (nothing by noon)"
     assert total_of(tmp_path.glob("*/0.reply")).count.sum() == result.statistics.count.sum()
 
 
 def test_heads_are_scored_on_what_is_new_to_them():
     stats = collect_for(TASK, DATA["a"])
-    proposal = propose("ffc", Material(stats), MODEL.classifier)
+    proposal = propose("ffc", Gathered(stats), MODEL.classifier)
     assert proposal.stats.count.equal(stats.count - stats.held_out.count)
-    rest = make_head("ffc", Material(stats.without_held_out), MODEL.classifier)
+    rest = make_head("ffc", Gathered(stats.without_held_out), MODEL.classifier)
     assert torch.equal(proposal.heads["ffc"].weight, rest.weight)
 
 
@@ -240,7 +241,7 @@ def test_a_robust_sum_is_not_moved_by_one_site():
 
 FAULTS = {
     "missing": lambda said: [],
-    "late": lambda said: [Fault("late", "no reply within 600 s")],
+    "late": lambda said: [Fault("late", "it came after 600 s")],
     "failed": lambda said: [RuntimeError("no disk left")],
     "damaged": lambda said: [said.to_bytes()[:-1]],
 }

@@ -1,6 +1,7 @@
 """`unskew.data.datasets`: checks and moments of data sets, crops against their slow twin, and finding data by name."""
 
 import gzip
+import io
 import pickle
 import struct
 import subprocess
@@ -13,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 from torch.nn.functional import pad
 
-from unskew.data import datasets as data
+from unskew.data import datasets as data, readers
 from unskew.errors import DataError, UsageError
 
 
@@ -218,7 +219,6 @@ def test_the_table_of_known_data_is_complete():
             assert file.url.startswith("http")
             assert (file.checksum is None) == (file.source is None)
             assert file.checksum is None or len(file.checksum) == len("md5:") + 32
-    assert len(data.KNOWN) == 6
 
 
 def test_digits_need_no_file(tmp_path):
@@ -249,12 +249,75 @@ def test_files_are_found_in_both_places(tmp_path, monkeypatch, end, inner):
     assert torch.equal(made.x_test[:, 0], images(5, 4, 4))
 
 
+def pickled(folder, files):
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+
+
+def photographs(folder, *names):
+    content = io.BytesIO()
+    Image.fromarray(images(4, 4, 3).numpy()).save(content, "PNG")
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.getvalue())
+
+
+def cifar10_copy(folder):
+    batch = {b"data": images(10, 3072).numpy(), b"labels": list(range(10))}
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    meta = {b"label_names": [name.encode() for name in readers.CIFAR10_CLASSES]}
+    pickled(folder / "cifar-10-batches-py", dict.fromkeys(names, batch) | {"batches.meta": meta})
+
+
+def cifar100_copy(folder):
+    batch = {b"data": images(100, 3072).numpy(), b"fine_labels": list(range(100)), b"coarse_labels": [0] * 100}
+    meta = {b"fine_label_names": [b"%d" % label for label in range(100)], b"coarse_label_names": [b"all"]}
+    pickled(folder / "cifar-100-python", {"train": batch, "test": batch, "meta": meta})
+
+
+def cinic10_copy(folder):
+    splits = ("train", "test")
+    photographs(folder / "CINIC-10", *(f"{split}/{name}/0.png" for split in splits for name in readers.CIFAR10_CLASSES))
+
+
+def tiny_imagenet_copy(folder):
+    home, names = folder / "tiny-imagenet-200", [f"n{number:03}" for number in range(200)]
+    photographs(home, "val/images/0.png", *(f"train/{name}/images/0.png" for name in names))
+    (home / "wnids.txt").write_text("\n".join(names))
+    (home / "words.txt").write_text("n000\tant")
+    (home / "val/val_annotations.txt").write_text("0.png\tn000")
+
+
+COPIES = {  # of each known data set, a small one
+    "digits": lambda folder: None,
+    "fashion-mnist": write_fashion,
+    "cifar10": cifar10_copy,
+    "cifar100": cifar100_copy,
+    "cinic10": cinic10_copy,
+    "tiny-imagenet": tiny_imagenet_copy,
+}
+
+
+@pytest.mark.parametrize("name", data.KNOWN)
+def test_every_known_data_set_has_its_reader(tmp_path, name):
+    """A copy of each is read, into as many classes as its table says; scaled, if it comes as image files."""
+    COPIES[name](tmp_path)
+    known = data.KNOWN[name]
+    assert data.load(name, tmp_path, download=False).classes == known.classes
+    for label_set in known.label_sets:
+        data.load(name, tmp_path, label_set=label_set, download=False)
+    if known.image_files:
+        assert data.load(name, tmp_path, size=2, download=False).size == 2
+    else:
+        with pytest.raises(UsageError, match="only for data that come as image files"):
+            data.load(name, tmp_path, size=2, download=False)
+
+
 def write_cifar100(folder):
     batch = {b"data": images(2, 3072).numpy(), b"fine_labels": [2, 0], b"coarse_labels": [1, 0]}
     meta = {b"fine_label_names": [b"apple", b"bear", b"cup"], b"coarse_label_names": [b"food", b"animal"]}
-    folder.mkdir(parents=True)
-    for name, content in {"train": batch, "test": batch, "meta": meta}.items():
-        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+    pickled(folder, {"train": batch, "test": batch, "meta": meta})
 
 
 @pytest.mark.parametrize("inner", ["cifar100/cifar-100-python", "cifar100", "cifar-100-python"])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, strategies as st
 from PIL import Image
 
-from unskew.data import images, readers
+from unskew.data import arrays, bundled, images, own_files, readers
 from unskew.errors import DataError
 
 RANDOM = np.random.default_rng(0)
@@ -58,9 +58,9 @@ def refused(path, reader, *words):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
 def test_the_split_is_fixed_and_stratified(labels):
     y = np.array(labels)
-    train, test = readers.stratified(y)
+    train, test = arrays.stratified(y)
     assert sorted([*train, *test]) == list(range(len(y)))
-    again = readers.stratified(y.copy())
+    again = arrays.stratified(y.copy())
     assert np.array_equal(train, again[0])
     for label in set(labels):
         count = labels.count(label)
@@ -68,7 +68,7 @@ def test_the_split_is_fixed_and_stratified(labels):
 
 
 def test_digits_have_the_whole_range_and_a_fifth_for_testing():
-    data = readers.digits()
+    data = bundled.digits()
     assert data.x.shape == (1438, 8, 8)
     assert data.x_test.shape == (359, 8, 8)
     assert data.x.dtype == np.uint8
@@ -266,7 +266,7 @@ def test_links_and_outside_paths_in_an_archive_lead_nowhere(tmp_path):
         outside = tarfile.TarInfo("../../outside")
         outside.size = 2
         tar.addfile(outside, io.BytesIO(b"ab"))
-    assert list(readers.contents(path, "cifar-10-batches-py")) == ["../../outside"]
+    assert list(arrays.contents(path, "cifar-10-batches-py")) == ["../../outside"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.tar.gz"]
 
 
@@ -365,7 +365,7 @@ def class_files(*splits, shape=(6, 5, 3), count=5):
 
 def test_class_folders_without_splits_get_a_fixed_one(tmp_path):
     place(tmp_path, class_files("") | {"a/notes.txt": b"", "readme.md": b"", ".hidden/x": b""})
-    data, again = (readers.class_folders(tmp_path) for _ in range(2))
+    data, again = (own_files.class_folders(tmp_path) for _ in range(2))
     assert data.labels == ("a", "b")
     assert data.x.shape == (8, 6, 5, 3)
     assert data.y_test.tolist() == [0, 1]
@@ -377,31 +377,31 @@ def test_numbers_as_names_are_in_the_order_of_numbers(tmp_path):
     for number in range(11):
         place(folder, {f"{number}/{file}.png": encoded(np.full((2, 2), number, np.uint8)) for file in range(2)})
     for _ in range(2):  # decoded, and kept
-        data = readers.class_folders(folder, cache)
+        data = own_files.class_folders(folder, cache)
         assert data.labels == tuple(map(str, range(11)))
         assert np.array_equal(data.x[:, 0, 0], data.y)
     place(folder, class_files(""))
-    assert readers.class_folders(folder, size=2).labels == ("0", "1", "10", *map(str, range(2, 10)), "a", "b")
+    assert own_files.class_folders(folder, size=2).labels == ("0", "1", "10", *map(str, range(2, 10)), "a", "b")
 
 
 def test_what_was_kept_in_another_order_is_read_anew(tmp_path, monkeypatch):
     folder, cache = place(tmp_path / "photos", class_files("")), tmp_path / "cache"
     monkeypatch.setattr(images, "in_order", lambda names, _: tuple(sorted(names, reverse=True)))
-    monkeypatch.setattr(readers, "_ORDER", readers._ORDER - 1)
-    assert readers.class_folders(folder, cache).labels == ("b", "a")
+    monkeypatch.setattr(arrays, "_ORDER", arrays._ORDER - 1)
+    assert own_files.class_folders(folder, cache).labels == ("b", "a")
     monkeypatch.undo()
-    assert readers.class_folders(folder, cache).labels == ("a", "b")
+    assert own_files.class_folders(folder, cache).labels == ("a", "b")
 
 
 def test_what_class_folders_leave_out_is_told(tmp_path, caplog):
     place(tmp_path, class_files("train/", "test/"))
-    assert len(readers.class_folders(tmp_path).x) == 10
+    assert len(own_files.class_folders(tmp_path).x) == 10
     assert not caplog.text
     place(
         tmp_path,
         {"train/a/notes.txt": b"", "train/a/._0.png": b"hidden", "train/b/more/0.png": b"", "valid/a/0.png": b""},
     )
-    assert len(readers.class_folders(tmp_path).x) == 10
+    assert len(own_files.class_folders(tmp_path).x) == 10
     assert "train: left out are 1 files that are no images (a/notes.txt)" in caplog.text
     assert "1 folders inside class folders (b/more)" in caplog.text
     assert "1 folders beside train/ and test/ (valid)" in caplog.text
@@ -410,34 +410,34 @@ def test_what_class_folders_leave_out_is_told(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["test", "val", "valid", "validation"])
 def test_class_folders_with_splits(tmp_path, name):
     place(tmp_path, class_files("train/", f"{name}/", shape=(4, 4), count=2))
-    data = readers.class_folders(tmp_path)
+    data = own_files.class_folders(tmp_path)
     assert data.x.shape == data.x_test.shape == (4, 4, 4)  # all grey: no channel axis
     assert data.y.tolist() == [0, 0, 1, 1]
     (tmp_path / name / "c").mkdir()
-    refused(tmp_path, readers.class_folders, "different classes: c")
+    refused(tmp_path, own_files.class_folders, "different classes: c")
 
 
 def test_images_of_different_sizes_need_size(tmp_path):
     place(tmp_path, class_files("") | {"b/odd.png": encoded(pixels(9, 7))})
-    refused(tmp_path, readers.class_folders, "odd.png is 7x9", "5x6", "size=")
-    assert readers.class_folders(tmp_path, size=4).x.shape == (9, 4, 4, 3)
+    refused(tmp_path, own_files.class_folders, "odd.png is 7x9", "5x6", "size=")
+    assert own_files.class_folders(tmp_path, size=4).x.shape == (9, 4, 4, 3)
 
 
 def test_folders_that_cannot_be_meant_are_refused(tmp_path):
-    refused(tmp_path, readers.class_folders, "0 class folders")
+    refused(tmp_path, own_files.class_folders, "0 class folders")
     place(tmp_path, class_files(""))
     (tmp_path / "empty").mkdir()
-    refused(tmp_path, readers.class_folders, "empty holds no image")
+    refused(tmp_path, own_files.class_folders, "empty holds no image")
     (tmp_path / "empty").rmdir()
     (tmp_path / "a" / "0.png").write_bytes(b"no image")
-    refused(tmp_path, readers.class_folders, "a/0.png can't be read")
+    refused(tmp_path, own_files.class_folders, "a/0.png can't be read")
     (tmp_path / "a" / "0.png").write_bytes(encoded(pixels(6, 5, 3))[:60])
-    refused(tmp_path, readers.class_folders, "a/0.png can't be read")
+    refused(tmp_path, own_files.class_folders, "a/0.png can't be read")
     (tmp_path / "a" / "0.png").write_bytes(encoded(np.zeros((6, 5), np.uint16)))
-    refused(tmp_path, readers.class_folders, "a/0.png has more than 8 bits")
+    refused(tmp_path, own_files.class_folders, "a/0.png has more than 8 bits")
     (tmp_path / "a" / "0.png").unlink()
     (tmp_path / "a" / "0.png").symlink_to(tmp_path / "nowhere")
-    refused(tmp_path, lambda path: readers.class_folders(path, path / ".cache"), "a/0.png can't be read")
+    refused(tmp_path, lambda path: own_files.class_folders(path, path / ".cache"), "a/0.png can't be read")
 
 
 def test_other_modes_become_plain_colour(tmp_path):
@@ -445,7 +445,7 @@ def test_other_modes_become_plain_colour(tmp_path):
     place(tmp_path, class_files(""))
     image.save(tmp_path / "a" / "alpha.png")
     image.convert("RGB").convert("P").save(tmp_path / "a" / "palette.gif")
-    assert readers.class_folders(tmp_path).x.shape[1:] == (6, 5, 3)
+    assert own_files.class_folders(tmp_path).x.shape[1:] == (6, 5, 3)
 
 
 def test_decoded_images_are_kept_until_the_folder_changes(tmp_path, monkeypatch):
@@ -456,7 +456,7 @@ def test_decoded_images_are_kept_until_the_folder_changes(tmp_path, monkeypatch)
 
     def read(**options):
         decoded.clear()
-        return readers.class_folders(folder, cache, **options)
+        return own_files.class_folders(folder, cache, **options)
 
     first = read()
     assert decoded
@@ -487,7 +487,7 @@ def test_images_that_were_replaced_are_read_anew(tmp_path, way):
         f"{kind}/{number}.png": picture(10 * number + place) for place, kind in enumerate("ab") for number in range(4)
     }
     folder, cache = place(tmp_path / "photos", files), tmp_path / "cache"
-    before = readers.class_folders(folder, cache)
+    before = own_files.class_folders(folder, cache)
     old, other = folder / "a" / "1.png", folder / "a" / "2.png"
     times, content = old.stat(), old.read_bytes()
     old.write_bytes(other.read_bytes())
@@ -496,8 +496,8 @@ def test_images_that_were_replaced_are_read_anew(tmp_path, way):
     if way != "in place":
         os.utime(old, ns=(times.st_atime_ns, times.st_mtime_ns))
         os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
-    after = readers.class_folders(folder, cache)
-    fresh = readers.class_folders(folder)
+    after = own_files.class_folders(folder, cache)
+    fresh = own_files.class_folders(folder)
     assert all(np.array_equal(one, two) for one, two in zip(after[:4], fresh[:4], strict=True))
     assert not all(np.array_equal(one, two) for one, two in zip(after[:4], before[:4], strict=True))
 
@@ -511,16 +511,16 @@ def test_what_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
         return made
 
     monkeypatch.setattr(images, "decoded", changing)
-    assert len(readers.class_folders(folder, cache).x) == 8
+    assert len(own_files.class_folders(folder, cache).x) == 8
     assert not list(cache.glob("*"))
     monkeypatch.undo()
-    assert len(readers.class_folders(folder, cache).x) == 9
+    assert len(own_files.class_folders(folder, cache).x) == 9
 
 
 def test_a_cache_that_cannot_be_written_is_only_mentioned(tmp_path, caplog):
     folder = place(tmp_path / "photos", class_files(""))
     (tmp_path / "cache").write_bytes(b"a file where a folder should be")
-    assert len(readers.class_folders(folder, tmp_path / "cache").x) == 8
+    assert len(own_files.class_folders(folder, tmp_path / "cache").x) == 8
     assert "not kept for next time" in caplog.text
 
 
@@ -547,7 +547,7 @@ def npz_of(path, **changes):
 @pytest.mark.parametrize("kind", ["u1", "f2", "f4", "f8"])
 def test_npz_images_come_out_channels_last(tmp_path, shape, expected, kind):
     x = pixels(4, *shape).astype(kind)
-    data = readers.npz(npz_of(tmp_path / "a.npz", x_train=x, x_test=x[:2]))
+    data = own_files.npz(npz_of(tmp_path / "a.npz", x_train=x, x_test=x[:2]))
     assert data.x.shape == (4, *expected)
     assert data.x.dtype == (np.uint8 if kind == "u1" else np.float32)
     assert np.array_equal(data.x if shape == expected else np.moveaxis(data.x, 3, 1), x)
@@ -556,7 +556,7 @@ def test_npz_images_come_out_channels_last(tmp_path, shape, expected, kind):
 
 def test_npz_vectors_and_names(tmp_path):
     x = np.ones((4, 7))
-    data = readers.npz(npz_of(tmp_path / "a.npz", x_train=x, x_test=x[:2], labels=np.array(["p", "q", "r", "s"])))
+    data = own_files.npz(npz_of(tmp_path / "a.npz", x_train=x, x_test=x[:2], labels=np.array(["p", "q", "r", "s"])))
     assert data.x.shape == (4, 7)
     assert data.labels == ("p", "q", "r", "s")
 
@@ -574,7 +574,7 @@ def test_npz_vectors_and_names(tmp_path):
     ],
 )
 def test_an_npz_file_of_another_kind_is_refused(tmp_path, changes, word):
-    refused(npz_of(tmp_path / "a.npz", **changes), readers.npz, word)
+    refused(npz_of(tmp_path / "a.npz", **changes), own_files.npz, word)
 
 
 def test_damaged_npz_files_are_refused(tmp_path):
@@ -582,12 +582,12 @@ def test_damaged_npz_files_are_refused(tmp_path):
     whole = path.read_bytes()
     for length in range(0, len(whole), 97):
         path.write_bytes(whole[:length])
-        refused(path, readers.npz)
+        refused(path, own_files.npz)
     damaged = bytearray(whole)
     damaged[whole.index(b"\x93NUMPY") + 140] ^= 1  # a pixel
     path.write_bytes(damaged)
-    refused(path, readers.npz, "CRC")
+    refused(path, own_files.npz, "CRC")
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
-    refused(path, readers.npz)
-    refused(tmp_path / "absent.npz", readers.npz)
+    refused(path, own_files.npz)
+    refused(tmp_path / "absent.npz", own_files.npz)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from helpers.site_files import CLASSES, csv_of, photos, pixels, put, refused, site_data, whole
-from unskew.data import datasets as data, images, readers, sites
+from unskew.data import datasets as data, images, own_files, sites
 from unskew.data.preparation import Preparation
 from unskew.errors import DataError, UsageError
 
@@ -97,7 +97,7 @@ def test_images_are_scaled_as_the_other_readers_do(tmp_path):
     photos(tmp_path, {"ant": 5, "bee": 1})
     put(tmp_path / "bee" / "odd.png", pixels(9, 7, 3))
     site = site_data(str(tmp_path), image_size=4)
-    theirs = readers.class_folders(tmp_path, size=4)
+    theirs = own_files.class_folders(tmp_path, size=4)
     expected = np.concatenate([theirs.x, theirs.x_test]).transpose(0, 3, 1, 2).astype(np.float32) / 255
     assert str(site.preparation) == "pixels/255 image_size=4 channels=3"
     assert sorted(whole(site)[0].flatten(1).tolist()) == sorted(expected.reshape(7, -1).tolist())

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -612,8 +613,8 @@ def test_what_an_experiment_says_reaches_its_run(data, tmp_path, monkeypatch) ->
     monkeypatch.setitem(made.ways, "head", lambda epochs=5, lr=0.01, batch=64, momentum=0.9: (
         given.append((epochs, lr, batch, momentum)) or real(epochs, lr, batch, momentum)))  # fmt: skip
     sites = []
-    spy = made.Site
-    monkeypatch.setattr(made, "Site", lambda *values: sites.append(values) or spy(*values))
+    spy = made.Home
+    monkeypatch.setattr(made, "Home", lambda *values: sites.append(values) or spy(*values))
     personal(lr=0.07, momentum=0.3, batch=4, seed=5)
     assert (5, 0.07, 4, 0.3) in given
     assert {site[-1] for site in sites} == {5}
@@ -796,3 +797,22 @@ def test_a_folder_with_a_history_that_is_somebody_elses_is_refused(data, tmp_pat
     with pytest.raises(UsageError, match="is not empty and holds no run"):
         next(run(experiment_of(data), tmp_path))
     assert (tmp_path / "records.jsonl").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("model", ["auto", "cnn", "small-cnn"])
+def test_vectors_need_a_network_of_ones_own(tmp_path, model):
+    """Ours take images: which to give instead is said by name."""
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(60, 5)).astype(np.float32), np.arange(60) % 3
+    np.savez(tmp_path / "vectors.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    experiment = Experiment(str(tmp_path / "vectors.npz"), clients=2, rounds=1, epochs=1, calibrate="ffc")
+    with pytest.raises(
+        UsageError, match=r"vectors of 5 features, but \S*cnn takes images: .* --model file.py:function"
+    ):
+        list(run(replace(experiment, model=model), tmp_path / "out"))
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n\ndef build(classes, channels):\n"
+        "    return nn.Sequential(nn.Linear(channels, 8), nn.ReLU(), nn.Linear(8, classes))\n"
+    )
+    own = replace(experiment, model=f"{tmp_path / 'net.py'}:build")
+    assert [record.kind for record in run(own, tmp_path / "own")][-1] == "end"

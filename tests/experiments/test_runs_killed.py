@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from helpers.commands import _forked, _in_child, blobs, tiny, unskew
+from helpers.engines import ENGINES
 from helpers.killing import descendants, finished, killed, run_of, runs, table_of
 from helpers.pictures import MEAN, STD, folder_of, write_network
 from helpers.toys import toy_model
@@ -28,7 +29,8 @@ from unskew.system.children import Child, Vigil
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
-METHODS = {"sequential": "fedavgm", "batched": "moon", "workers": "scaffold", "lanes": "scaffold"}
+QUICK = ("workers", "lanes")  # the others run with the slow tests
+METHODS = {name: {"sequential": "fedavgm", "batched": "moon"}.get(name, "scaffold") for name in ENGINES}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("engine", [slow("sequential"), slow("batched"), "workers", "lanes"])
+@pytest.mark.parametrize("engine", [name if name in QUICK else slow(name) for name in ENGINES])
 def test_a_killed_run_ends_as_an_unbroken_one(data, tmp_path, engine):
     command = run_of(options_of(data, engine))
     whole, took = timed(command, tmp_path / "whole")

@@ -12,7 +12,7 @@ import pytest
 from helpers.commands import blobs, calibration, start, subprocess_of, unskew
 from unskew import Experiment
 from unskew.experiments import tables
-from unskew.experiments.tables import Cell, Result, Table, cells, digits, filled, markdown
+from unskew.experiments.tables import Cell, Table, TableRun, cells, digits, filled, markdown
 from unskew.methods.names import method
 from unskew.training.engines.lanes.timetable import Usage
 
@@ -106,7 +106,7 @@ def test_a_cell_is_mean_and_sample_deviation():
 def test_what_does_not_help_is_said():
     def result(row, none, ffc):
         made = [calibration(name, value) for name, value in (("none", none), ("ffc", ffc))]
-        return Result(row, 0, [start(versions={"unskew": "1"}, hardware="a machine"), *made])
+        return TableRun(row, 0, [start(versions={"unskew": "1"}, hardware="a machine"), *made])
 
     table = Table("T", {"FedAvg": [Experiment()], "Good": [Experiment()], "Bad": [Experiment()]}, "", "FedAvg")
     text = markdown("t", table, [result("FedAvg", 0.5, 0.6), result("Good", 0.7, 0.8), result("Bad", 0.4, 0.3)])
@@ -119,8 +119,8 @@ def test_what_does_not_help_is_said():
 def test_a_table_whose_runs_diverge_says_so():
     table = Table("T", {"FedAvg": [Experiment()], "Other": [Experiment()]}, "", "FedAvg")
     made = [start(), calibration("none")]
-    assert "| FedAvg | diverged |" in markdown("t", table, [Result("FedAvg", 0, []), Result("Other", 0, made)])
-    assert "every run diverged" in markdown("t", table, [Result("FedAvg", 0, []), Result("Other", 0, [])])
+    assert "| FedAvg | diverged |" in markdown("t", table, [TableRun("FedAvg", 0, []), TableRun("Other", 0, made)])
+    assert "every run diverged" in markdown("t", table, [TableRun("FedAvg", 0, []), TableRun("Other", 0, [])])
 
 
 def test_the_command(small, tmp_path):

@@ -22,7 +22,7 @@ from torch import nn
 from helpers.forged import Call, Storage, archive, entry, legacy, npy, npz_with, peak, rebuilt, tensors
 from unskew.conversation.heads_file import read_heads
 from unskew.conversation.model_file import load_model, open_model
-from unskew.data import images, readers, tables as tabular
+from unskew.data import arrays, images, own_files, readers, tables as tabular
 from unskew.errors import DataError, UsageError
 from unskew.files import archives, limits, untrusted as files
 from unskew.files.writing import save_sealed
@@ -265,7 +265,7 @@ def test_heads_that_do_not_fit_are_refused_before_they_are_made(tmp_path: Path, 
 def test_shapes_that_lie_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = npz_with(tmp_path / "a.npz", content)
     with pytest.raises(DataError, match=re.escape(words)) as error:
-        readers.npz_part(path, "train")
+        own_files.npz_part(path, "train")
     assert str(path) in str(error.value)
 
 
@@ -281,9 +281,9 @@ def test_archives_of_data_are_not_unpacked_beyond_the_limits(tmp_path: Path) -> 
     long.type, long.size = tarfile.XHDTYPE, 3 * 10**8
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(long.tobuf() + b"\0" * (3 * 10**8), 1))
     code = (
-        "readers.npz_part, path / 'x.npz', 'train'",
+        "own_files.npz_part, path / 'x.npz', 'train'",
         "readers.idx, path / 'x.gz', 1",
-        "readers.contents, path / 'x.tar.gz'",
+        "arrays.contents, path / 'x.tar.gz'",
     )
     text, taken = peak(f"[{', '.join(f'refused({call})' for call in code)}]", tmp_path)
     assert text.count("the limit 'ratio' is 200") == 3
@@ -298,7 +298,7 @@ def test_files_with_holes_in_a_tar_are_left_out(tmp_path: Path) -> None:
     header[483:495] = f"{8 * 10**9:011o}\0".encode()
     header[148:156] = f"{sum(header[:148]) + 256 + sum(header[156:]):06o}\0 ".encode()
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(bytes(header) + b"\0" * 1024))
-    assert readers.contents(tmp_path / "x.tar.gz") == {}
+    assert arrays.contents(tmp_path / "x.tar.gz") == {}
 
 
 def test_the_number_of_entries_is_limited(tmp_path: Path) -> None:
@@ -307,15 +307,15 @@ def test_the_number_of_entries_is_limited(tmp_path: Path) -> None:
             bundle.writestr(str(number), "")
             tar.addfile(tarfile.TarInfo(str(number)))
     for name in ("a.zip", "a.tar.gz"):
-        assert len(readers.contents(tmp_path / name)) == 5
+        assert len(arrays.contents(tmp_path / name)) == 5
         with limits.changed("archive_entries=4"), pytest.raises(DataError, match="'archive_entries' is 4"):
-            readers.contents(tmp_path / name)
+            arrays.contents(tmp_path / name)
     with limits.changed("folder_entries=1"), pytest.raises(DataError, match="'folder_entries' is 1"):
-        readers.contents(tmp_path)
+        arrays.contents(tmp_path)
     with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_LZMA) as bundle:
         bundle.writestr("a", "a")
     with pytest.raises(DataError, match="unusual way"):
-        readers.contents(tmp_path / "b.zip")
+        arrays.contents(tmp_path / "b.zip")
 
 
 def test_entries_are_counted_before_python_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,13 +335,13 @@ def test_entries_are_counted_before_python_reads_them(tmp_path: Path, monkeypatc
     locator = b"PK\6\7" + struct.pack("<IQI", 0, end, 1)
     full = b"PK\5\6" + struct.pack("<HHHHIIH", 0, 0, *[2**16 - 1] * 2, *[2**32 - 1] * 2, 0)
     large.write_bytes(content[:end] + long + locator + full)
-    assert [len(readers.contents(path)) for path in (plain, lying, large)] == [5, 5, 5]
+    assert [len(arrays.contents(path)) for path in (plain, lying, large)] == [5, 5, 5]
     monkeypatch.setattr(zipfile.ZipFile, "__init__", never)
     for path in (plain, lying, large):
         with limits.changed("archive_entries=4"), pytest.raises(DataError, match="5 entries.*'archive_entries' is 4"):
-            readers.contents(path)
+            arrays.contents(path)
     with limits.changed("memory=1kB"), pytest.raises(DataError, match="'memory' is 1,000"):
-        readers.contents(plain)
+        arrays.contents(plain)
 
 
 @pytest.mark.parametrize(

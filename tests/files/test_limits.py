@@ -14,7 +14,7 @@ import pytest
 
 from helpers.forged import SOURCE, entry, tensors
 from unskew.conversation.tasks import load
-from unskew.data import images, readers, tables as tabular
+from unskew.data import arrays, images, own_files, readers, tables as tabular
 from unskew.errors import DataError, UsageError
 from unskew.files import limits, untrusted as files
 from unskew.files.writing import load_tree, metadata_of
@@ -97,9 +97,9 @@ def test_a_refusal_names_the_file_the_value_the_limit_and_the_remedy(tmp_path: P
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "text": files.read_text, "json": files.read_json, "toml": files.read_toml, "task": load, "statistics": read_header,
-    "tree": load_tree, "metadata": metadata_of, "weights": read_weights, "npz": readers.npz,
+    "tree": load_tree, "metadata": metadata_of, "weights": read_weights, "npz": own_files.npz,
     "idx": lambda path: readers.idx(path, 3),
-    "archive": lambda path: readers.contents(path), "image": images.is_grey,
+    "archive": lambda path: arrays.contents(path), "image": images.is_grey,
     "csv": lambda path: tabular.read_table(path, "label", 4),
     "speeds": lambda path: files.read_json(path), "decoded": lambda path: images.of_file(path).picture(3),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from unskew.experiments.tables import Table, filled
 from unskew.files import download, locks
 from unskew.files.locks import file_locked, folder_locked
 from unskew.training.engines.auto import _remembered
+from unskew.training.engines.registry import engines
 from unskew.training.training import Training
 
 LIMIT = 60
@@ -147,7 +148,7 @@ def test_a_place_without_locks_is_told(tmp_path, monkeypatch, way):
 # ---------------------------------------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("engine", ["sequential", "batched", "workers", "lanes"])
+@pytest.mark.parametrize("engine", [name for name in engines if name != "auto"])
 def test_a_second_process_is_refused_on_every_engine(data, held, hasty, engine):
     folder, process = held
     experiment = Experiment(str(data), clients=4, rounds=2, batch=8, epochs=1, engine=engine, calibrate="none")

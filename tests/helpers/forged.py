@@ -40,7 +40,7 @@ def peak(code: str, *arguments: object) -> tuple[str, float]:
     start = (
         "import resource, sys, torch, numpy, PIL.Image\nfrom pathlib import Path\nimport safetensors.torch\n"
         "from unskew import errors\nfrom unskew.conversation import heads_file, model_file\n"
-        "from unskew.data import readers\n"
+        "from unskew.data import arrays, own_files, readers\n"
         "from unskew.models import transforms, weights\n"
         "path = Path(sys.argv[1]) if sys.argv[1:] else None\n"
         "def refused(function, *arguments):\n    try:\n        return function(*arguments)\n"

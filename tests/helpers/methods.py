@@ -5,27 +5,10 @@ from dataclasses import replace
 
 from helpers.pairs import pairwise
 from helpers.toys import toy_model
-from unskew.methods.algorithms import (
-    alternating,
-    clsprox,
-    fedadagrad,
-    fedadam,
-    fedavg,
-    fedavgm,
-    feddyn,
-    fednova,
-    fedopt,
-    fedprox,
-    fedyogi,
-    frozen_head,
-    keep_local,
-    moon,
-    on_sphere,
-    proximal,
-    scaffold,
-    server,
-)  # fmt: skip
+from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
+from unskew.methods.modifications import alternating, frozen_head, keep_local, on_sphere, proximal, server
 from unskew.methods.optim import ServerOptimiser, momentum
+from unskew.methods.presets import clsprox, fedadagrad, fedadam, fedavgm, fedopt, fedprox, fedyogi
 from unskew.models.networks import in_classifier, in_features
 from unskew.models.variants import spherical
 from unskew.tree import each, prefix, under, zeros

@@ -25,9 +25,9 @@ def fedcof_parts(means, counts, gamma):
 
     Source: Goswami, Magistri, Wang, Twardowski, Bagdanov, van de Weijer, "Covariances for Free: Exploiting
     Mean Distributions for Training-free Federated Learning", NeurIPS 2025, arXiv 2412.14326, section 4
-    (covariance estimator; Gram matrix without the between-class scatter; read second-hand, see NOTES.md); authors' code
+    (covariance estimator; Gram matrix without the between-class scatter; read second-hand); authors' code
     github.com/dipamgoswami/FedCOF at c2e9296, file federate_classes.py, FedCOFServer.aggregate, lines 102-159.
-    Where paper and code differ the code is followed (NOTES.md).
+    Where paper and code differ the code is followed.
 
     means  (K, C, d): mean of the features of class c on client k; ignored where counts[k, c] == 0.
     counts (K, C):    number of examples of class c on client k.

@@ -10,20 +10,10 @@ from torch.func import vmap
 
 from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
-from unskew.methods.algorithms import (
-    fedadagrad,
-    fedadam,
-    fedavg,
-    fedavgm,
-    feddyn,
-    fednova,
-    fedprox,
-    fedyogi,
-    moon,
-    scaffold,
-)
+from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
 from unskew.methods.names import method
 from unskew.methods.optim import effective
+from unskew.methods.presets import fedadagrad, fedadam, fedavgm, fedprox, fedyogi
 from unskew.models.networks import Split
 from unskew.training.engines.batched import batched
 from unskew.training.engines.sequential import sequential

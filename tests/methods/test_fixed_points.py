@@ -13,27 +13,11 @@ from torch import nn
 from helpers import problem
 from helpers.methods import METHODS, POLICIES, momentum_of_absolutes, sample
 from helpers.problem import SHARES, Local, Rule, examples, slope
-from unskew.methods.algorithms import (
-    alternating,
-    clsprox,
-    fedadagrad,
-    fedadam,
-    fedavg,
-    fedavgm,
-    feddyn,
-    fednova,
-    fedopt,
-    fedprox,
-    fedyogi,
-    frozen_head,
-    moon,
-    mse,
-    proximal,
-    scaffold,
-    server,
-)  # fmt: skip
+from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
+from unskew.methods.modifications import alternating, frozen_head, mse, proximal, server
 from unskew.methods.names import method, pieces
 from unskew.methods.optim import momentum
+from unskew.methods.presets import clsprox, fedadagrad, fedadam, fedavgm, fedopt, fedprox, fedyogi
 from unskew.models.networks import Split, in_classifier
 from unskew.models.variants import spherical, unit_features
 from unskew.training.client import make_visit

@@ -17,20 +17,11 @@ from helpers.toys import toy_data, toy_model
 from unskew.data.partition import Federation
 from unskew.errors import UsageError
 from unskew.methods.algorithm import Population
-from unskew.methods.algorithms import (
-    fedavg,
-    feddyn,
-    fednova,
-    fedprox,
-    frozen_head,
-    moon,
-    on_sphere,
-    proximal,
-    scaffold,
-    server,
-)  # fmt: skip
+from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
+from unskew.methods.modifications import frozen_head, on_sphere, proximal, server
 from unskew.methods.names import Method, method, pieces, skeleton
 from unskew.methods.optim import momentum
+from unskew.methods.presets import fedprox
 from unskew.models.networks import Split, build, in_classifier
 from unskew.models.variants import clsnorm, projection, spherical
 from unskew.specs import pieces_of
@@ -185,7 +176,7 @@ def test_moon_asks_for_a_projection_head(ragged):
     for name, network in (("cnn", True), ("small-cnn", True), ("resnet18", False), ("mobilenetv2", False)):
         model = build(name, 10, 3, 32)
         x = torch.zeros(2, 3, 32, 32)
-        from unskew.methods.algorithms import Output
+        from unskew.methods.algorithm import Output
 
         output = Output(model.features(x), model(x))
         if network:
@@ -196,7 +187,7 @@ def test_moon_asks_for_a_projection_head(ragged):
 
 
 def test_a_method_that_shares_nothing_is_refused(ragged):
-    from unskew.methods.algorithms import keep_local
+    from unskew.methods.modifications import keep_local
     from unskew.models.networks import in_features
 
     with pytest.raises(UsageError, match="shares no tensor that learns"):

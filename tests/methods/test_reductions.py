@@ -16,20 +16,10 @@ from unskew.calibration.ridge import ffc
 from unskew.calibration.selection import calibrate
 from unskew.data.partition import Federation
 from unskew.methods.algorithm import always
-from unskew.methods.algorithms import (
-    alternating,
-    fedavg,
-    feddyn,
-    fednova,
-    fedopt,
-    fedprox,
-    keep_local,
-    moon,
-    proximal,
-    scaffold,
-    server,
-)  # fmt: skip
+from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
+from unskew.methods.modifications import alternating, keep_local, proximal, server
 from unskew.methods.optim import momentum
+from unskew.methods.presets import fedopt, fedprox
 from unskew.models.evaluate import batches
 from unskew.models.networks import in_classifier, in_features
 from unskew.statistics.collecting import collect

@@ -11,7 +11,8 @@ from unskew.calibration.selection import calibrate
 from unskew.calibration.virtual import ccvr
 from unskew.data.partition import Federation
 from unskew.errors import UsageError
-from unskew.methods.algorithms import fedavg, on_sphere, proximal, squared_error
+from unskew.methods.bases import fedavg
+from unskew.methods.modifications import on_sphere, proximal, squared_error
 from unskew.models.evaluate import batches
 from unskew.models.networks import in_classifier
 from unskew.models.variants import clsnorm, directions, gram_schmidt, he, qr, simplex, spherical, tammes

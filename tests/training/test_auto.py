@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.toys import toy_model
-from unskew.methods.algorithms import fedavg
+from unskew.methods.bases import fedavg
 from unskew.training.engines import auto
 from unskew.training.engines.auto import Choice, choose_engine, measured
 from unskew.training.training import Training

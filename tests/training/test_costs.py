@@ -6,7 +6,9 @@ import torch
 from helpers.methods import METHODS, model_for
 from helpers.toys import toy_model
 from unskew.calibration.ridge import ffc
-from unskew.methods.algorithms import fedadam, fedavg, frozen_head, keep_local, on_sphere, scaffold
+from unskew.methods.bases import fedavg, scaffold
+from unskew.methods.modifications import frozen_head, keep_local, on_sphere
+from unskew.methods.presets import fedadam
 from unskew.models.networks import build, in_classifier, in_features
 from unskew.models.variants import spherical
 from unskew.statistics.moments import FeatureStats

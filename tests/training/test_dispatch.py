@@ -18,8 +18,10 @@ from unskew.calibration.ridge import ffc
 from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
 from unskew.errors import UsageError
-from unskew.methods.algorithms import fedavg, fedavgm, feddyn, fednova, fedprox, keep_local, moon, scaffold
+from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
+from unskew.methods.modifications import keep_local
 from unskew.methods.optim import cosine
+from unskew.methods.presets import fedavgm, fedprox
 from unskew.models.networks import Split, build, in_features
 from unskew.training.engines.lanes.buffers import LaneBuffers
 from unskew.training.engines.lanes.engine import Lanes, check_shareable, program

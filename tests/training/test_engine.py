@@ -13,8 +13,10 @@ from torch import nn
 from helpers.toys import toy_data, toy_model
 from unskew.data.partition import Federation
 from unskew.errors import UsageError
-from unskew.methods.algorithms import alternating, fedavg, fedopt, moon, proximal, scaffold, server
+from unskew.methods.bases import fedavg, moon, scaffold
+from unskew.methods.modifications import alternating, proximal, server
 from unskew.methods.optim import momentum
+from unskew.methods.presets import fedopt
 from unskew.models.evaluate import batches
 from unskew.models.networks import Split, in_features
 from unskew.training.aggregate import plain_aggregator

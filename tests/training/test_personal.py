@@ -11,8 +11,10 @@ from helpers.toys import toy_data, toy_model
 from unskew.calibration.ridge import ffc as global_ffc
 from unskew.data.partition import dirichlet, federate, iid
 from unskew.errors import UsageError
-from unskew.methods.algorithms import fedavg, fedbabu, fedrep, lg_fedavg, mse, on_sphere
+from unskew.methods.bases import fedavg
+from unskew.methods.modifications import mse, on_sphere
 from unskew.methods.names import method
+from unskew.methods.presets import fedbabu, fedrep, lg_fedavg
 from unskew.models.evaluate import batches, score
 from unskew.models.networks import in_features
 from unskew.models.variants import clsnorm, spherical

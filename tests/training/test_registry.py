@@ -5,15 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.engines import ENGINES, engine_for
 from helpers.toys import toy_model
-from unskew import Experiment, RoundByRound, Workers, batched, fedavg, run, scaffold, sequential, train
-from unskew.training.engines.lanes.engine import Lanes
+from unskew import Experiment, RoundByRound, fedavg, run, scaffold, sequential, train
 from unskew.training.engines.lanes.timetable import Usage
 from unskew.training.engines.registry import engine_of, engine_with, engines
-from unskew.training.engines.workers import check_workers
 from unskew.training.training import Diverged, Training
-
-ALL = [sequential, batched, Workers(2), Lanes(2)]
 
 
 @RoundByRound
@@ -23,14 +20,9 @@ def backwards(training, last, ids):
     return training.aggregate(last, ids, reversed(visits))
 
 
-@pytest.fixture(params=ALL, ids=["sequential", "batched", "workers", "lanes"])
+@pytest.fixture(params=ENGINES)
 def engine(request):
-    if isinstance(request.param, Workers):
-        try:
-            check_workers(torch.device("cpu"))
-        except ValueError as error:
-            pytest.skip(str(error))
-    return request.param
+    return engine_for(request.param)
 
 
 def trainings(federation, *rates):

@@ -16,8 +16,10 @@ from unskew.calibration.virtual import ccvr
 from unskew.data.partition import Federation
 from unskew.errors import UsageError
 from unskew.methods.algorithm import Population
-from unskew.methods.algorithms import fedavg, fedavgm, fedprox, fedrep, on_sphere, server
+from unskew.methods.bases import fedavg
+from unskew.methods.modifications import on_sphere, server
 from unskew.methods.optim import SGD, constant, cosine, momentum, multistep
+from unskew.methods.presets import fedavgm, fedprox, fedrep
 from unskew.models.evaluate import batches
 from unskew.models.networks import Split
 from unskew.models.variants import clsnorm, spherical

@@ -54,7 +54,7 @@ class Calibrator:
     apart: bool = False  # whether it needs each client's statistics, not only their sum
     weighs: bool = True  # whether it can be told of another mix of classes
     needs_bias: bool = False  # whether it can do nothing for a classifier without one
-    likely: bool = False  # whether its logits are log-probabilities, but for a constant
+    likely: bool = False  # whether its logits are log-probabilities of Gaussian features, but for a constant
     remedy: str = "use a model in float32 or float64"  # where its numbers are too large for the model's type
 
     @property
@@ -71,6 +71,8 @@ class Calibrator:
         sites: Sequence[FeatureStats] = (),
     ) -> nn.Module:
         """The new classifier; the old one stays as it is."""
+        from unskew.calibration.selection import named  # which knows all of us
+
         old, features = plain(classifier), width_of(classifier)
         width = Transform(self.transform).width(features)
         if stats.transform != self.transform:
@@ -90,7 +92,8 @@ class Calibrator:
                 "collect again, or choose another calibrator"
             )
         if self.needs_bias and old.bias is None:
-            raise UsageError(f"the model's classifier has no bias, which {self.name} needs: choose ffc or ccvr")
+            others = named(lambda other: not other.needs_bias)
+            raise UsageError(f"the model's classifier has no bias, which {self.name} needs: choose {others}")
         if not stats.count.sum() > 0:
             raise UsageError("the statistics hold no examples: add those of at least one client")
         if self.apart and len(sites) < 2:
@@ -100,7 +103,8 @@ class Calibrator:
             )
         if prior is not None:
             if not self.weighs:
-                raise UsageError(f"{self.name} knows no mix of classes: leave the prior out, or choose lda")
+                others = named(lambda other: other.weighs)
+                raise UsageError(f"{self.name} knows no mix of classes: leave the prior out, or choose {others}")
             if prior.shape != stats.count.shape or not ((prior >= 0).all() and 0 < prior.sum() < float("inf")):
                 raise UsageError(f"prior must be {stats.classes} numbers of 0 or more, not all 0; it is {prior}")
             prior = prior.to(stats.count) * (stats.count > 0)

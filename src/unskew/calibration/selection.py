@@ -33,9 +33,20 @@ calibrators: dict[str, Callable[..., Calibrator]] = {
 }  # fmt: skip
 """All calibrators by name."""
 
+
 BEST = {"class": "ffc:choose=true", "pooled": "ffc:choose=true", "diagonal": "ccvr", "none": "ncm"}
 """What `auto` takes for each form of statistics."""
 CONTRADICTS = 2.0  # standard errors between what a site says of two heads and what the others say
+
+
+def named(holds: Callable[[Calibrator], bool], joint: str = "or") -> str:
+    """The names of the calibrators of which something holds, as text.
+
+    >>> named(lambda calibrator: not calibrator.weighs)
+    'ncm or fedcof'
+    """
+    names = [name for name, make in calibrators.items() if holds(make())]
+    return f" {joint} ".join(text for text in (", ".join(names[:-1]), *names[-1:]) if text)
 
 
 def calibrator_of(spec: str, form: str, transform: str = "identity", bias: bool = True) -> Calibrator:

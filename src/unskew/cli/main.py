@@ -94,11 +94,11 @@ def _noted(
 def list_names(what: str | None) -> None:
     """What there is, with a line each.
 
-    WHAT is data, models, partitions, methods, engines, calibrators, personal or tables; all of them if it is left out.
+    WHAT is data, networks, partitions, methods, engines, calibrators, personal or tables; without it, all of them.
     """
     made: dict[str, Callable[[str], Table]] = {"data": _data_sets, "methods": _methods}
     kinds = {kind: made.get(kind, _factories) for kind in
-             ("data", "models", "partitions", "methods", "engines", "calibrators", "personal", "tables")}  # fmt: skip
+             ("data", "networks", "partitions", "methods", "engines", "calibrators", "personal", "tables")}  # fmt: skip
     for kind in kinds if what is None else [what]:
         show(lookup("kind of thing", kind, kinds)(kind))
         if kind == "methods":
@@ -108,7 +108,7 @@ def list_names(what: str | None) -> None:
 
 
 def _data_sets(kind: str) -> Table:
-    from unskew.data.datasets import KNOWN
+    from unskew.data.known import KNOWN
 
     table = Table([Column(kind, False), Column("classes"), Column("", False)])
     for known in KNOWN.values():
@@ -136,13 +136,13 @@ def _factories(kind: str) -> Table:
     from unskew.training.personal import ways
 
     registries: dict[str, Mapping[str, Any]] = {
-        "models": networks, "partitions": partitions, "engines": engines, "calibrators": known_calibrators,
+        "networks": networks, "partitions": partitions, "engines": engines, "calibrators": known_calibrators,
         "personal": ways, "tables": tables,
     }  # fmt: skip
     given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
     table = Table([Column(name, False) for name in (kind, "options", "")])
     for name, made in registries[kind].items():
-        options = "" if kind in ("models", "engines") else _listed(defaults_of(made), given)
+        options = "" if kind in ("networks", "engines") else _listed(defaults_of(made), given)
         table.add_row(name, options, (inspect.getdoc(made) or "").split("\n\n")[0].replace("\n", " "))
     if kind == "calibrators":
         best = ", ".join(f"{spec} from the {form} form" for form, spec in BEST.items())

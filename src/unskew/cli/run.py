@@ -146,7 +146,7 @@ def _absolute(given: dict[str, Any]) -> dict[str, Any]:
 
         given["start"] = pinned(given["start"])
     if "data" in given and Path(given["data"]).exists():
-        from unskew.data.datasets import KNOWN
+        from unskew.data.known import KNOWN
 
         given["data"] = given["data"] if given["data"] in KNOWN else str(Path(given["data"]).resolve())
     return given

@@ -24,8 +24,8 @@ from unskew.errors import DataError, UsageError, printable
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from unskew.conversation.calibrating import Material, Plan, Validation
-    from unskew.conversation.files import Sent
+    from unskew.conversation.calibrating import Gathered, HeadPlan, Validation
+    from unskew.conversation.files import SiteFiles
     from unskew.conversation.model_file import Opened
     from unskew.models.networks import Split
     from unskew.statistics.moments import FeatureStats
@@ -82,11 +82,11 @@ def calibrate(run: Path | None, **options: Any) -> None:
     sent = _sent(wish, asked)
     opened = _opened(sent, asked.values)
     plan = _planned(wish, sent, opened.model)
-    material = _material(wish, sent, plan, opened.model, asked.values["device"])
+    gathered = _gathered(wish, sent, plan, opened.model, asked.values["device"])
     if wish.propose:
-        _propose(wish.propose, wish, opened, material, asked)
+        _propose(wish.propose, wish, opened, gathered, asked)
     elif wish.out or wish.export:
-        _write(wish, sent, opened, plan, material)
+        _write(wish, sent, opened, plan, gathered)
 
 
 class Wish(NamedTuple):
@@ -143,11 +143,11 @@ def _check_wish(wish: Wish) -> None:
 # ---------------------------------------------------------------------------------------------- what was sent
 
 
-def _sent(wish: Wish, asked: Asked) -> Sent:
+def _sent(wish: Wish, asked: Asked) -> SiteFiles:
     """The headers of the files, where they are of the task and fit the weights; and which of them are used."""
-    from unskew.conversation.files import check_alike, check_signatures, check_sources, read_sent
+    from unskew.conversation.files import check_alike, check_signatures, check_sources, read_site_files
 
-    sent = read_sent(wish.files, wish.sums, wish.without)
+    sent = read_site_files(wish.files, wish.sums, wish.without)
     if wish.sites is not None and asked.task is None:
         raise UsageError("--sites needs --task: without its nonce, a file of an older task would pass for a new one")
     for text in check_signatures(sent, sites_of(wish.sites), key_of(wish.sign)):
@@ -157,7 +157,7 @@ def _sent(wish: Wish, asked: Asked) -> Sent:
     return sent
 
 
-def _opened(sent: Sent, given: Mapping[str, Any]) -> Opened:
+def _opened(sent: SiteFiles, given: Mapping[str, Any]) -> Opened:
     """The model that the files were made with, on its device."""
     from unskew.conversation.files import open_for
 
@@ -169,7 +169,7 @@ def _opened(sent: Sent, given: Mapping[str, Any]) -> Opened:
 # ---------------------------------------------------------------------------------------------- what is made of it
 
 
-def _planned(wish: Wish, sent: Sent, model: Split) -> Plan:
+def _planned(wish: Wish, sent: SiteFiles, model: Split) -> HeadPlan:
     """Find the calibrator, and the form of the sum, that the files allow."""
     from unskew.conversation.calibrating import plan_for
 
@@ -180,9 +180,9 @@ def _planned(wish: Wish, sent: Sent, model: Split) -> Plan:
     return plan
 
 
-def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> Material:
+def _gathered(wish: Wish, sent: SiteFiles, plan: HeadPlan, model: Split, device: str) -> Gathered:
     """Add the files, keep the sum where that is asked for, and say what is missing in it."""
-    from unskew.conversation.calibrating import Material, absent_in, odd
+    from unskew.conversation.calibrating import Gathered, absent_in, odd
     from unskew.statistics.doubts import check_sum, dominating
     from unskew.statistics.file import load, save_sum, total_of
 
@@ -208,7 +208,7 @@ def _material(wish: Wish, sent: Sent, plan: Plan, model: Split, device: str) -> 
         classes = "classes" if len(absent) > 1 else "class"
         note(f"no site has examples of {classes} {names}: the new classifier can't know them")
     each = sent.kept if sent.apart and not wish.robust and (plan.wanted.apart or wish.propose) else []
-    return Material(summed.to(device), [load(path, "none").to(device) for path in each], mix)
+    return Gathered(summed.to(device), [load(path, "none").to(device) for path in each], mix)
 
 
 TOLD = 5  # doubts that are told and not refused; `inspect` tells all
@@ -222,7 +222,7 @@ def _tell_odd(texts: Sequence[str]) -> None:
         note(f"{len(texts) - TOLD} further doubts about the files: `unskew inspect` tells them")
 
 
-def _moderated(wish: Wish, sent: Sent, form: str) -> FeatureStats:
+def _moderated(wish: Wish, sent: SiteFiles, form: str) -> FeatureStats:
     """The robust sum; for candidates that the sites will validate, of what they do not hold out."""
     from unskew.statistics.file import load
     from unskew.statistics.robust import robust_sum
@@ -235,15 +235,15 @@ def _moderated(wish: Wish, sent: Sent, form: str) -> FeatureStats:
     return robust_sum(sites)
 
 
-def _propose(path: Path, wish: Wish, opened: Opened, material: Material, asked: Asked) -> None:
+def _propose(path: Path, wish: Wish, opened: Opened, gathered: Gathered, asked: Asked) -> None:
     """Write candidate heads, and say how sites answer."""
     from unskew.conversation.calibrating import propose
     from unskew.conversation.heads_file import heads_bytes
     from unskew.files.writing import write_bytes
 
     model, fresh, given = opened.model, opened.fresh, asked.values
-    made, stats = propose(wish.calibrator, material, model.classifier, wish.seed)
-    if material.stats.held_out is not None:
+    made, stats = propose(wish.calibrator, gathered, model.classifier, wish.seed)
+    if gathered.stats.held_out is not None:
         note(f"heads are made without what the sites hold out: of the rest the form {stats.form} is known")
     hold_out = None if asked.task is None else asked.task.hold_out
     write_bytes(path, heads_bytes(model, made, stats, fresh, key_of(wish.sign), hold_out))
@@ -254,21 +254,21 @@ def _propose(path: Path, wish: Wish, opened: Opened, material: Material, asked: 
     show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)
 
 
-def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Material) -> None:
+def _write(wish: Wish, sent: SiteFiles, opened: Opened, plan: HeadPlan, gathered: Gathered) -> None:
     """Write the model with its new head, or with the best of those that the sites have scored."""
     from unskew.calibration.calibrator import with_classifier
-    from unskew.calibration.selection import calibrator_of
+    from unskew.calibration.selection import calibrator_of, named
     from unskew.conversation.calibrating import make_head
     from unskew.conversation.heads_file import OLD
     from unskew.conversation.model_file import program_of, write_model
     from unskew.models.networks import linear
     from unskew.models.programs import exported
 
-    model, stats = opened.model, material.stats
+    model, stats = opened.model, gathered.stats
     if wish.heads:
-        name, new = _validated(wish.heads, wish, sent, model, material)
+        name, new = _validated(wish.heads, wish, sent, model, gathered)
     else:
-        name, new = plan.wanted.name, make_head(wish.calibrator, material, model.classifier, wish.seed)
+        name, new = plan.wanted.name, make_head(wish.calibrator, gathered, model.classifier, wish.seed)
     better = with_classifier(model, new).to("cpu")
     files = f"{len(sent.kept)} file{'s' if len(sent.kept) > 1 else ''}"
     files = files if sent.apart else f"{len(stats.parts)} sites' files, some by a sum,"
@@ -282,20 +282,21 @@ def _write(wish: Wish, sent: Sent, opened: Opened, plan: Plan, material: Materia
         show(f"{wish.export}: a torch.export program with the head of {name}, from {source}; {program.takes}")
     bias = linear(model.classifier).bias is not None
     if name != OLD and not calibrator_of(name, stats.form, stats.transform, bias).likely:
-        note(f"the logits of {name} rank the classes, but are no log-probabilities: for confidences choose lda or ccvr")
+        sure = named(lambda calibrator: calibrator.likely)
+        note(f"the logits of {name} rank the classes, but are no log-probabilities: for confidences choose {sure}")
     if not wish.heads:
         doubt = "this head" if opened.fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
 
 
-def _validated(path: Path, wish: Wish, sent: Sent, model: Split, material: Material) -> tuple[str, nn.Module]:
+def _validated(path: Path, wish: Wish, sent: SiteFiles, model: Split, gathered: Gathered) -> tuple[str, nn.Module]:
     """The head that the sites found best, which can be the old one; shown beside the others, on each site."""
     from unskew.conversation.answers import owners_of, read_answers
     from unskew.conversation.calibrating import validate
     from unskew.conversation.files import silent
     from unskew.conversation.heads_file import OLD, read_heads
 
-    stats, sites = material.stats, sites_of(wish.sites)
+    stats, sites = gathered.stats, sites_of(wish.sites)
     heads = read_heads(path, model, stats.parts)
     owners = owners_of(sent.kept, stats.parts)
     answers = read_answers(wish.validate, heads, model.classes, owners, sites)
@@ -304,7 +305,7 @@ def _validated(path: Path, wish: Wish, sent: Sent, model: Split, material: Mater
                 if stats.held_out is not None and not owner.examples_held_out]  # fmt: skip
         for text in silent(sites, [*answers, heads.signed.site, *idle], "has not answered"):
             note(text)
-    found = validate(answers, material.prior)
+    found = validate(answers, gathered.prior)
     best = found.best
     _show_heads(found)
     if OLD in heads.modules:

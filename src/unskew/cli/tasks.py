@@ -19,7 +19,7 @@ from unskew.errors import UsageError
 
 if TYPE_CHECKING:
     from unskew.conversation.tasks import Task
-    from unskew.conversation.trials import Part, Trial
+    from unskew.conversation.trials import Contribution, Trial
     from unskew.data.preparation import Preparation
 
 
@@ -119,12 +119,12 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
     if len(set(sites)) < len(sites):
         raise UsageError("--sites names the same data twice: name each site once")
     from unskew.conversation.plausibility import told
-    from unskew.conversation.trials import doubtful, form_for, part_of, trial_of
+    from unskew.conversation.trials import contribution_of, doubtful, form_for, trial_of
 
     values = asked.values
     share = values["hold_out"] if values["hold_out"] is not None else (asked.task.hold_out if asked.task else 0) or 0.2
     transform = values["transform"] or "identity"
-    parts: dict[str, Part] = {}
+    parts: dict[str, Contribution] = {}
     for name in sites:
         site = opened_site(asked, "train", name)
         model, fresh = site.model, site.fresh
@@ -133,8 +133,8 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
             show(f"classes: {site.order}")
         with bar(f"collecting {name}", site.data.examples, as_json) as progress:
             batches = site.batches(values["device"], progress)
-            parts[name] = part_of(model, batches, form=form, transform=transform, hold_out=share, origin=site.origin,
-                                  fresh=fresh)  # fmt: skip
+            parts[name] = contribution_of(model, batches, form=form, transform=transform, hold_out=share,
+                                          origin=site.origin, fresh=fresh)  # fmt: skip
         tell_damaged(site)
     for name, found in doubtful(parts).items():
         note(f"{name}: {found}; {told(found, site.data.labels)}")

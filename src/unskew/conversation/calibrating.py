@@ -39,7 +39,7 @@ from unskew.statistics.scrutiny import WARN, Summary
 Seed: TypeAlias = int | torch.Generator  # of virtual features
 
 
-class Plan(NamedTuple):
+class HeadPlan(NamedTuple):
     """Which calibrator is to make the head, and what it needs of the statistics."""
 
     wanted: Calibrator
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 def plan_for(
     calibrator: Calibrator | str, forms: Iterable[str], transform: str, classifier: nn.Module, *, apart: bool = True,
     robust: bool = False, prior: bool = False,
-) -> Plan:  # fmt: skip
+) -> HeadPlan:  # fmt: skip
     """Find the calibrator, and the form of the sum, that statistics of these forms allow.
 
     `apart` tells whether sites are known apart, `robust` whether their sum is to be, `prior` whether a mix of classes
@@ -71,7 +71,7 @@ def plan_for(
         raise UsageError(f"{wanted.name} looks at each site's means, which --robust can't tame: choose ffc or lda")
     exact = prior and wanted.name == "ffc"  # which needs each class's moments for that
     takes = ("class", *wanted.forms) if exact else wanted.forms
-    return Plan(wanted, common[0], next((form for form in takes if form in common), None))
+    return HeadPlan(wanted, common[0], next((form for form in takes if form in common), None))
 
 
 def _maker(calibrator: Calibrator | str, form: str, transform: str, classifier: nn.Module) -> Calibrator:
@@ -94,7 +94,7 @@ def absent_in(stats: FeatureStats) -> list[str]:
     return [str(label) if labels is None else labels[label] for label in absent]
 
 
-class Material(NamedTuple):
+class Gathered(NamedTuple):
     """What heads are made from."""
 
     stats: FeatureStats  # the sum
@@ -103,14 +103,14 @@ class Material(NamedTuple):
 
 
 def make_head(
-    calibrator: Calibrator | str, material: Material, old: nn.Module, seed: Seed = 0, *, lenient: bool = False
+    calibrator: Calibrator | str, gathered: Gathered, old: nn.Module, seed: Seed = 0, *, lenient: bool = False
 ) -> nn.Module:
     """The head that a calibrator makes; one that knows no mix of classes does without if that is `lenient`."""
-    stats = material.stats
+    stats = gathered.stats
     maker = _maker(calibrator, stats.form, stats.transform, old)
-    prior = material.prior if maker.weighs or not lenient else None
+    prior = gathered.prior if maker.weighs or not lenient else None
     draw = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
-    return maker(stats, old, draw, prior, material.sites)
+    return maker(stats, old, draw, prior, gathered.sites)
 
 
 class Proposal(NamedTuple):
@@ -120,19 +120,19 @@ class Proposal(NamedTuple):
     stats: FeatureStats
 
 
-def propose(calibrator: Calibrator | str, material: Material, old: nn.Module, seed: Seed = 0) -> Proposal:
+def propose(calibrator: Calibrator | str, gathered: Gathered, old: nn.Module, seed: Seed = 0) -> Proposal:
     """Make the candidates for sites to score: that of one calibrator or, for "auto", of all that the statistics allow.
     What sites hold out is left out, so that it is new to the heads that they score on it.
     """
-    rest = material.stats.without_held_out
+    rest = gathered.stats.without_held_out
     if rest is not None:
-        material = material._replace(stats=replace(rest, parts=material.stats.parts), sites=())
+        gathered = gathered._replace(stats=replace(rest, parts=gathered.stats.parts), sites=())
     bias = linear(old).bias is not None
     makers: dict[str, Calibrator | str] = {getattr(calibrator, "name", str(calibrator)): calibrator}
     if calibrator == "auto":
-        makers = {name: name for name in candidates(material.stats.form, len(material.sites), bias)}
-    heads = {name: make_head(maker, material, old, seed, lenient=True) for name, maker in makers.items()}
-    return Proposal(heads, material.stats)
+        makers = {name: name for name in candidates(gathered.stats.form, len(gathered.sites), bias)}
+    heads = {name: make_head(maker, gathered, old, seed, lenient=True) for name, maker in makers.items()}
+    return Proposal(heads, gathered.stats)
 
 
 class Validation(NamedTuple):
@@ -204,7 +204,7 @@ class Gathering:
     """
 
     def __init__(
-        self, model: Split, task: Task, plan: Plan, *, accept: Sequence[str] = (), keys: Sites | None = None,
+        self, model: Split, task: Task, plan: HeadPlan, *, accept: Sequence[str] = (), keys: Sites | None = None,
         whole: bool = False, robust: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.task, self.plan, self.accept, self.keys = model, task, plan, accept, keys
@@ -319,7 +319,7 @@ class Gathering:
         """Of each site whose statistics are used the digest of its file, and what it has."""
         return self.sums[0].owners
 
-    def material(self, prior: Tensor | None, device: Any) -> Material:
+    def gathered(self, prior: Tensor | None, device: Any) -> Gathered:
         """What heads are made from, once it is settled; refused where sites are implausible beside each other."""
         one = self.sums[0]
         assert one.total is not None
@@ -334,7 +334,7 @@ class Gathering:
         if absent := absent_in(total):
             told.append(f"no site has examples of class {', '.join(absent)}: the new classifier can't know it")
         self.notes = tuple(told)
-        return Material(total.to(device), [each.to(device) for each in one.each], prior)
+        return Gathered(total.to(device), [each.to(device) for each in one.each], prior)
 
 
 def _owner(site: str, header: Header, stats: FeatureStats) -> Owner:

@@ -27,7 +27,7 @@ from unskew.statistics.header import Header, read_header
 MOST_NAMES = 20  # that are told
 
 
-class Sent(NamedTuple):
+class SiteFiles(NamedTuple):
     """The sites' files that are used, by their headers."""
 
     known: dict[Path, Header]
@@ -51,7 +51,7 @@ class Sent(NamedTuple):
         return not self.removed and not self.sums
 
 
-def read_sent(files: Sequence[Path], sums: Sequence[Path] = (), without: Sequence[Path] = ()) -> Sent:
+def read_site_files(files: Sequence[Path], sums: Sequence[Path] = (), without: Sequence[Path] = ()) -> SiteFiles:
     """Read the headers of sites' files and of sums; those of `without` are left out or, where they are in a sum, taken
     out of it.
     """
@@ -70,10 +70,12 @@ def read_sent(files: Sequence[Path], sums: Sequence[Path] = (), without: Sequenc
     if not kept:
         raise UsageError("--without leaves no file to calibrate from: name fewer")
     used = {path: known[path] for path in (*kept, *removed)}  # what is left out needs no key, and may be of any kind
-    return Sent(used, [path for path in kept if path not in sums], [path for path in kept if path in sums], removed)
+    return SiteFiles(
+        used, [path for path in kept if path not in sums], [path for path in kept if path in sums], removed
+    )
 
 
-def check_signatures(sent: Sent, sites: Sites | None, server: Key | None) -> list[str]:
+def check_signatures(sent: SiteFiles, sites: Sites | None, server: Key | None) -> list[str]:
     """Refuse files that the sites have not signed where their keys are given, and sums that are not this server's where
     its own key is. Tells what was not checked, and who was not heard.
     """
@@ -131,7 +133,7 @@ def check_alike(known: Mapping[Path, Header]) -> None:
 
 
 def open_for(
-    sent: Sent, spec: str, weights: Path | None, *, classes: int | None = None, layer: str | None = None,
+    sent: SiteFiles, spec: str, weights: Path | None, *, classes: int | None = None, layer: str | None = None,
     trust: bool = False,
 ) -> Opened:  # fmt: skip
     """The model that the files were made with; refused if they were made with another, before it is run on anything

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew.calibration.influence import influences
+from unskew.calibration.selection import named
 from unskew.conversation.agreement import few
 from unskew.errors import DataError
 from unskew.files.signing import Sites, check_signed
@@ -173,7 +174,8 @@ def _of_shape(found: Sequence[_Read]) -> list[str]:
     far = [f"{path} ({lean:.1f})" for path, lean in leaning.items() if lean is not None and abs(lean) > LEANING]
     if not far:
         return []
+    assuming = named(lambda calibrator: calibrator.likely, "and")
     return [
-        f"features are not Gaussian, as ccvr, lda and gnb assume (skewness, of a Gaussian 0): {few(far)}. ffc assumes "
+        f"features are not Gaussian, as {assuming} assume (skewness, of a Gaussian 0): {few(far)}. ffc assumes "
         "nothing; --transform relu-tukey:0.5 makes features more Gaussian"
     ]

@@ -85,13 +85,13 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a transport hands over where there is no reply.
+    """What a transport hands over where there is no reply that could be used.
 
-    >>> Fault("late", "no reply within 600 s").status
-    'late'
+    >>> Fault("missing", "no reply within 600 s").status
+    'missing'
     """
 
-    status: str  # "missing", "late" or "failed"
+    status: str  # "missing": nothing came in time; "late": it came after that; "failed": the site could not
     why: str = ""
 
 

@@ -15,7 +15,7 @@ nothing where a reply did not come. What that means is decided by the `Roster`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TypeAlias
@@ -27,7 +27,7 @@ from unskew.calibration.calibrator import Calibrator, with_classifier
 from unskew.conversation.answers import Answer, Counts, check_answer, counts_in
 from unskew.conversation.calibrating import (
     Gathering,
-    Plan,
+    HeadPlan,
     Seed,
     Validation,
     make_head,
@@ -37,10 +37,10 @@ from unskew.conversation.calibrating import (
 )
 from unskew.conversation.errands import Batches, answer_of, collected, scores_of
 from unskew.conversation.heads_file import heads_bytes
-from unskew.conversation.messages import Candidates, Fault, Reply, Request, Statistics, read_request
+from unskew.conversation.messages import Candidates, Reply, Request, Statistics, read_request
 from unskew.conversation.roster import Bytes, Late, Require, Roster, Sent, Taken, needed
 from unskew.conversation.tasks import Task
-from unskew.errors import DataError, UnskewError, UsageError, expect, one_line, printable, shortened
+from unskew.errors import DataError, UsageError, expect, printable, shortened
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
 from unskew.models.transforms import Transform
@@ -137,7 +137,7 @@ class Result:
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> sites = {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]}
-    >>> print(talk(serve(model, sites, Task(form="pooled"), validated=False), in_process(model, sites)))
+    >>> print(talk(serve(model, sites, Task(form="pooled"), validated=False), unskew.in_process(model, sites)))
     head: ffc; unverified: no site has checked it
     statistics: 1 of 1 sites
     """
@@ -213,7 +213,7 @@ def serve(
     accept = _accepted(accept, roster.expected)
     mix = _mix(prior, model.classes)
 
-    def plan(form: str) -> Plan:
+    def plan(form: str) -> HeadPlan:
         return plan_for(calibrator, [form], Transform(task.transform).name, model.classifier, robust=robust,
                         prior=mix is not None)  # fmt: skip
 
@@ -225,12 +225,12 @@ def serve(
     for site, why in gathering.settle().items():
         roster.refuse(site, why)
     roster.check(require)
-    material = gathering.material(mix, next(model.classifier.parameters()).device)
+    gathered = gathering.gathered(mix, next(model.classifier.parameters()).device)
     if not validated:
-        new = make_head(calibrator, material, model.classifier, seed)
+        new = make_head(calibrator, gathered, model.classifier, seed)
         name = gathering.plan.wanted.name
-        return Result(with_classifier(model, new), name, material.stats, (roster,), None, gathering.notes)
-    proposal = propose(calibrator, material, model.classifier, seed)
+        return Result(with_classifier(model, new), name, gathered.stats, (roster,), None, gathering.notes)
+    proposal = propose(calibrator, gathered, model.classifier, seed)
     request = Candidates(heads_bytes(model, proposal.heads, proposal.stats, fresh, key, task.hold_out))
     del proposal
     heads, answers = request.heads(model), dict[str, Counts]()
@@ -258,7 +258,7 @@ def serve(
     found = validate(answers, mix)
     notes = (*gathering.notes, *(_alone(site, other) for site, other in found.deciding.items()))
     chosen = with_classifier(model, heads.modules[found.best])
-    return Result(chosen, found.best, material.stats, (roster, second), found, notes)
+    return Result(chosen, found.best, gathered.stats, (roster, second), found, notes)
 
 
 def _accepted(accept: Iterable[str], sites: tuple[str, ...]) -> tuple[str, ...]:
@@ -285,7 +285,7 @@ def _mix(prior: Tensor | Sequence[float] | None, classes: int) -> Tensor | None:
     return mix
 
 
-def _check_able(plan: Callable[[str], Plan], form: str, validated: bool) -> None:
+def _check_able(plan: Callable[[str], HeadPlan], form: str, validated: bool) -> None:
     """Refuse a calibrator that can't work on what sites are to send, before they are asked. Of examples that are not
     held out, which validated heads are made from, less is known than of all.
     """
@@ -330,11 +330,11 @@ def _alone(site: str, other: str | None) -> str:
 def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], Replies]) -> Result:
     """Lead a conversation to its end: `ask` carries a request to the sites and gives what comes back, as it comes.
 
-    All that a transport has to be: see `in_process`.
+    All that a transport has to be: see `transports.in_process`.
 
     >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
     >>> sites = {name: [(torch.randn(200, 2), torch.arange(200) % 2)] for name in ("a", "b")}
-    >>> result = talk(serve(model, sites), in_process(model, sites))
+    >>> result = talk(serve(model, sites), unskew.in_process(model, sites))
     >>> result.rosters[0].answered
     ('a', 'b')
     """
@@ -350,32 +350,3 @@ def talk(server: Generator[Request, Replies, Result], ask: Callable[[Request], R
         except StopIteration as end:
             result: Result = end.value
             return result
-
-
-def in_process(model: Split, data: Mapping[str, Batches]) -> Callable[[Request], Replies]:
-    """The transport of a simulation: all sites live here, each with its batches, which can be gone through twice.
-    A site whose batches raise an error has failed.
-
-    >>> model = Split(torch.nn.Identity(), torch.nn.Linear(2, 2))
-    >>> ask = in_process(model, {"a": [(torch.randn(50, 2), torch.arange(50) % 2)]})
-    >>> [(site, said.header.examples) for site, said in ask(Task(form="pooled"))]
-    [('a', 50)]
-    """
-    expect("model", model, Split, "cut it first: split(module, example)")
-    expect("data", data, Mapping, "give the batches of each site by its name, {name: batches}")
-    sent: dict[str, Statistics] = {}
-
-    def ask(request: Request) -> Iterator[tuple[str, Sent]]:
-        for site in [site for site in data if site in (request.sites or data)]:
-            said: Sent
-            try:
-                said = reply(request, model, data[site], sent.get(site))
-            except UnskewError as error:
-                said = error
-            except Exception as error:  # what a site's batches can raise is no closed list
-                said = Fault("failed", one_line(error))
-            if isinstance(said, Statistics):
-                sent[site] = said
-            yield site, said
-
-    return ask

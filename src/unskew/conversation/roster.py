@@ -4,8 +4,8 @@ A transport can lose, delay, repeat or damage a reply, and anybody can send some
 decided here, once, for all transports:
 
     answered    the reply is there, whole, and was taken
-    missing     nothing came
-    late        it came after its time: the transport says so, or it replies to an earlier request
+    missing     nothing came in the time that the transport waits
+    late        it came after that time, as the transport says, or it replies to an earlier request
     failed      the transport says that the site could not
     damaged     its bytes are not those that were sent
     refused     it is whole, but can't be taken: other weights, another task, no signature, implausible, a copy, ...
@@ -48,9 +48,9 @@ class Roster:
     """The sites that were asked for something, and what came of it.
 
     >>> roster = Roster("statistics", ["a", "b"])
-    >>> roster.take("a", Fault("late", "no reply within 600 s"), lambda site, reply: None)
+    >>> roster.take("a", Fault("missing", "no reply within 600 s"), lambda site, reply: None)
     >>> print(roster)
-    statistics: 0 of 2 sites; a: late (no reply within 600 s); b: missing
+    statistics: 0 of 2 sites; a: missing (no reply within 600 s); b: missing
     """
 
     def __init__(self, what: str, sites: Iterable[str], excused: Iterable[str] = ()) -> None:

@@ -30,7 +30,7 @@ VIRTUAL = 50_000  # virtual features that CCVR draws in a trial, at most
 LARGEST = 2**31  # bytes of all statistics of the class form, from which on a trial takes the pooled one
 
 
-class Part(NamedTuple):
+class Contribution(NamedTuple):
     """What one site gives to a trial."""
 
     stats: FeatureStats  # of what is not held out
@@ -86,10 +86,10 @@ def form_for(classes: int, dimension: int, sites: int = 1) -> str:
     return "class" if 4 * sites * classes * dimension * (dimension + 1) <= LARGEST else "pooled"
 
 
-def part_of(
+def contribution_of(
     model: Split, batches: Batches, *, form: str, transform: str = "identity", hold_out: float, origin: Origin,
     fresh: bool = False,
-) -> Part:  # fmt: skip
+) -> Contribution:  # fmt: skip
     """What a site gives to a trial, from its batches; each example passes through the model once."""
     watch = None if fresh else Watch(model.classifier, model.classes)
     aside, run = list[tuple[Tensor, Tensor]](), Runner(model.features)
@@ -110,10 +110,10 @@ def part_of(
     z, y = (
         map(torch.cat, zip(*aside, strict=True)) if aside else (torch.zeros(0, model.dimension), torch.zeros(0).long())
     )
-    return Part(stats, z, y, None if watch is None else watch.tally)
+    return Contribution(stats, z, y, None if watch is None else watch.tally)
 
 
-def doubtful(parts: Mapping[str, Part]) -> dict[str, Judgement]:
+def doubtful(parts: Mapping[str, Contribution]) -> dict[str, Judgement]:
     """What is odd about the old head: on all sites together, as "all sites", or else on those for which it knows the
     classes in another order. A class that it has forgotten is no reason for doubt where it knows others.
     """
@@ -179,7 +179,7 @@ def counts_on(heads: Mapping[str, nn.Module], features: Iterable[tuple[Tensor, T
 
 
 def trial_of(
-    model: Split, sites: Mapping[str, Part], fresh: bool = False, test: Batches | None = None, seed: int = 0
+    model: Split, sites: Mapping[str, Contribution], fresh: bool = False, test: Batches | None = None, seed: int = 0
 ) -> Trial:
     """Make all heads from the sites' parts and score them."""
     heads, forms, failed = heads_of(model, _alike(sites), fresh, seed)
@@ -202,7 +202,7 @@ def trial_of(
     return trial
 
 
-def _alike(sites: Mapping[str, Part]) -> list[FeatureStats]:
+def _alike(sites: Mapping[str, Contribution]) -> list[FeatureStats]:
     """The sites' statistics; refused, by the site's name, where they can't be added."""
     first, *_ = sites.values()
     for name, part in sites.items():

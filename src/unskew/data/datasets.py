@@ -2,7 +2,7 @@
 
 A `Dataset` keeps all images as uint8 (or float32) on one device; a batch is an index operation on it.
 `gather` picks examples for any number of clients at once and crops and flips them in the same operation;
-`normalise` turns the result into what a network takes. `load` finds a data set by name (`KNOWN` lists them)
+`normalise` turns the result into what a network takes. `load` finds a data set by name (`known` lists them)
 or reads your own: a .npz file or a folder of class folders. Formats are in `readers`, transfer in `download`.
 """
 
@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from unskew.data import readers
+from unskew.data import own_files
+from unskew.data.known import KNOWN, Found, KnownData
 from unskew.errors import DataError, UsageError, lookup
 from unskew.files.download import Progress, fetch
 from unskew.files.untrusted import reading
@@ -217,97 +218,12 @@ def gather(x: Tensor, rows: Tensor, crops: Crops | None = None, padding: int = 4
     return moved.unflatten(-1, (height, width))  # (*rows.shape, channels, height, width)
 
 
-@dataclass(frozen=True)
-class File:
-    """A file to download: where from, and by which checksum it is known."""
-
-    url: str
-    checksum: str | None  # "md5:..." or "sha256:..."; None: unverified
-    source: str | None  # who published or confirmed that checksum
-
-    @property
-    def name(self) -> str:
-        """The file's own name."""
-        return self.url.rpartition("/")[2]
-
-
-@dataclass(frozen=True)
-class Known:
-    """A data set that `load` knows by name."""
-
-    name: str
-    description: str
-    classes: int
-    files: tuple[File, ...] = ()  # one archive, or the data's own files
-    folder: str = "."  # what its archive unpacks to
-    marker: str = ""  # what lies in that folder; empty: there is no such folder
-
-
-_KRIZ = "https://www.cs.toronto.edu/~kriz/"
-_KRIZ_PAGE = "www.cs.toronto.edu/~kriz/cifar.html and torchvision"
-_ZALANDO = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
-_ZALANDO_PAGE = "README of github.com/zalandoresearch/fashion-mnist"
-_STANFORD = "http://cs231n.stanford.edu/"
-_EDINBURGH = "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/"
-# We have no checksum from these two publishers; those below are what the named loaders compare with.
-_EDINBURGH_PAGE = "github.com/vaseline555/Federated-Learning-in-PyTorch"
-_TINY_PAGE = "github.com/ContinualAI/avalanche"
-
-_KNOWN = (
-    Known("digits", "1,797 handwritten digits, 8x8 grey; part of scikit-learn, no download", 10),
-    Known(
-        "fashion-mnist",
-        "60,000 + 10,000 articles of clothing, 28x28 grey",
-        10,
-        (
-            File(f"{_ZALANDO}train-images-idx3-ubyte.gz", "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d", _ZALANDO_PAGE),
-            File(f"{_ZALANDO}train-labels-idx1-ubyte.gz", "md5:25c81989df183df01b3e8a0aad5dffbe", _ZALANDO_PAGE),
-            File(f"{_ZALANDO}t10k-images-idx3-ubyte.gz", "md5:bef4ecab320f06d8554ea6380940ec79", _ZALANDO_PAGE),
-            File(f"{_ZALANDO}t10k-labels-idx1-ubyte.gz", "md5:bb300cfdad3c16e7a12a480ee83cd310", _ZALANDO_PAGE),
-        ),
-    ),
-    Known(
-        "cifar10",
-        "50,000 + 10,000 photographs of animals and vehicles, 32x32 colour",
-        10,
-        (File(f"{_KRIZ}cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a", _KRIZ_PAGE),),
-        "cifar-10-batches-py",
-        "batches.meta",
-    ),
-    Known(
-        "cifar100",
-        "50,000 + 10,000 photographs, 32x32 colour; 100 fine or 20 coarse classes",
-        100,
-        (File(f"{_KRIZ}cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85", "torchvision"),),
-        "cifar-100-python",
-        "meta",
-    ),
-    Known(
-        "cinic10",
-        "90,000 + 90,000 photographs in CIFAR-10's classes, 32x32 colour; its validation part is not used",
-        10,
-        (File(f"{_EDINBURGH}CINIC-10.tar.gz", "md5:6ee4d0c996905fe93221de577967a372", _EDINBURGH_PAGE),),
-        "CINIC-10",
-        "train/airplane",
-    ),
-    Known(
-        "tiny-imagenet",
-        "100,000 + 10,000 photographs, 64x64 colour; tested on its validation part",
-        200,
-        (File(f"{_STANFORD}tiny-imagenet-200.zip", "md5:90528d7ca1a48142e341f4ef8d21d0de", _TINY_PAGE),),
-        "tiny-imagenet-200",
-        "wnids.txt",
-    ),
-)
-KNOWN: dict[str, Known] = {known.name: known for known in _KNOWN}
-
-
 def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     """Return the folder that data sets lie in: `folder`, or else $UNSKEW_DATA, or else ~/.cache/unskew."""
     return Path(folder).expanduser() if folder else cache_folder()
 
 
-def _find(known: Known, folder: Path, download: bool, progress: Progress | None) -> list[Path]:
+def _find(known: KnownData, folder: Path, download: bool, progress: Progress | None) -> list[Path]:
     """Return the unpacked folder of a known data set, or its files, fetched if they are not there."""
     places = (folder / known.name, folder)
     for place in (*(place / known.folder for place in places), *places):
@@ -322,21 +238,6 @@ def _find(known: Known, folder: Path, download: bool, progress: Progress | None)
             raise DataError(f"{known.name} is not there: put {file.url} at {target.absolute()}")
         found.append(here[0] if here else fetch(file.url, target, file.checksum, progress))
     return found
-
-
-def _read(known: Known, folder: Path, label_set: str, size: int | None, paths: list[Path]) -> readers.Arrays:
-    cache = folder / "decoded"
-    match known.name:
-        case "digits":
-            return readers.digits()
-        case "fashion-mnist":
-            return readers.fashion_mnist(paths)
-        case "cifar10" | "cifar100":
-            return readers.cifar(paths[0], known.name, label_set)
-        case "cinic10":
-            return readers.cinic10(paths[0], cache, size)
-        case _:
-            return readers.tiny_imagenet(paths[0], cache, size)
 
 
 def channels_first(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -357,8 +258,8 @@ def load(
 
     A known data set is looked for in `folder`/<name> and in `folder`, unpacked or as the official archive,
     and otherwise downloaded; `folder` is $UNSKEW_DATA or ~/.cache/unskew by default. `label_set="coarse"` takes
-    CIFAR-100's 20 coarse classes. Data that come as image files (folders, cinic10, tiny-imagenet) are scaled
-    to size x size if `size` is given, decoded once and kept in `folder`/decoded. Known names come first: a
+    CIFAR-100's 20 coarse classes. Data that come as image files (folders, and data sets whose `KnownData` says so) are
+    scaled to size x size if `size` is given, decoded once and kept in `folder`/decoded. Known names come first: a
     folder of yours called digits is `./digits`.
 
     >>> load("digits")
@@ -373,20 +274,21 @@ def load(
         except UsageError as error:
             paths = "or a path to a .npz file or to a folder of class folders"
             raise UsageError(f"{error}, {paths}; {path.absolute()} does not exist") from None
-    if label_set not in ("fine", "coarse") or (label_set == "coarse" and name != "cifar100"):
-        raise UsageError(f"label_set={label_set!r}: cifar100 has 'fine' and 'coarse', all other data sets 'fine'")
-    scalable = path.is_dir() if known is None else name in ("cinic10", "tiny-imagenet")
+    label_sets = known.label_sets if known else ("fine",)
+    if label_set not in label_sets:
+        raise UsageError(f"label_set={label_set!r}: {name} has {' and '.join(map(repr, label_sets))}")
+    scalable = known.image_files if known else path.is_dir()
     if size is not None and (size < 1 or not scalable):
         raise UsageError(f"size={size} for {name}: 1 or more, and only for data that come as image files")
     sources = [path] if known is None else _find(known, place, download, progress)
     where = name if not sources else sources[0] if len(sources) == 1 else sources[0].parent
     with reading(where, "can't be used"):
         if known is not None:
-            arrays = _read(known, place, label_set, size, sources)
+            arrays = known.reader(Found(sources, place / "decoded", size, label_set))
         elif path.is_dir():
-            arrays = readers.class_folders(path, place / "decoded", size)
+            arrays = own_files.class_folders(path, place / "decoded", size)
         else:
-            arrays = readers.npz(path)
+            arrays = own_files.npz(path)
         title = known.name if known else path.absolute().name.removesuffix(".npz")
         x, x_test = channels_first(arrays.x), channels_first(arrays.x_test)
         return dataset(title, x, arrays.y, x_test, arrays.y_test, arrays.labels)

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from unskew import specs
-from unskew.data import images, readers
-from unskew.data.datasets import KNOWN, channels_first, load
+from unskew.data import images
+from unskew.data.datasets import channels_first, load
 from unskew.data.images import DamagedImage, LeftOut
+from unskew.data.known import KNOWN
+from unskew.data.own_files import npz_part
 from unskew.data.preparation import PIXELS, Preparation, as_module
 from unskew.data.tables import number_in, read_table
 from unskew.errors import COUNT, DataError, UsageError, check_number, lookup
@@ -38,7 +40,6 @@ PATHS = "a folder of class folders, a .npz, .csv or .parquet file, or file.py:fu
 LABELS = "name all classes, in the order of their numbers, in a file, and give it by --labels"
 
 _SCALING = ("image_size", "resize", "crop", "function")  # what is done to images alone, one by one
-_SCALED_WHEN_READ = ("cinic10", "tiny-imagenet")  # known data sets that come as image files
 
 # The options that not every kind of data takes, and which kinds do.
 _TAKEN_BY = {
@@ -116,11 +117,11 @@ def site_data(
         case "folder":
             source = _folder(path, part, names, given, batch, skip_damaged)
         case ".npz file":
-            held = readers.npz_part(path, part)
+            held = npz_part(path, part)
             pair = torch.from_numpy(channels_first(held.x)), torch.from_numpy(held.y)
             source = _arrays(spec, *pair, held.labels, names, given, batch)
         case "known data set":
-            early = spec in _SCALED_WHEN_READ and given.interpolation == "bilinear"
+            early = KNOWN[spec].image_files and given.interpolation == "bilinear"
             data = load(spec, size=given.image_size if early else None)
             pair = (data.x, data.y) if part == "train" else (data.x_test, data.y_test)
             own = given if given.mean or given.function else _known_moments(given, data.mean, data.std, data.channels)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unskew.data.readers import Array
+from unskew.data.arrays import Array
 from unskew.errors import DataError, UsageError, lookup
 from unskew.files import limits
 from unskew.files.untrusted import open_regular, reading
@@ -35,7 +35,7 @@ class Lines(NamedTuple):
     where: Callable[[int], str]  # the file, line and column of one of these cells
 
 
-class Table(NamedTuple):
+class DataTable(NamedTuple):
     """A table that can be read more than once."""
 
     features: list[str]  # the names of their columns
@@ -50,7 +50,7 @@ class _Columns(NamedTuple):
     parts: Callable[[int], Iterator[tuple[Sequence[int], list[Array]]]]  # of so many lines: numbers, cells by column
 
 
-def read_table(path: Path, label_column: str, batch: int) -> Table:
+def read_table(path: Path, label_column: str, batch: int) -> DataTable:
     """Find a table, a multiple of `batch` lines at a time; the classes are in `label_column`."""
     columns = _parquet(path) if path.suffix.lower() == ".parquet" else _csv(path)
     names = columns.names
@@ -69,7 +69,7 @@ def read_table(path: Path, label_column: str, batch: int) -> Table:
             x = [_floats(part, at) for part, at in zip(cells, where, strict=True) if part is not cells[place]]
             yield Lines(np.stack(x, axis=1), cells[place], where[place])
 
-    return Table(names[:place] + names[place + 1 :], columns.examples, lines)
+    return DataTable(names[:place] + names[place + 1 :], columns.examples, lines)
 
 
 def number_in(cell: Any) -> float:

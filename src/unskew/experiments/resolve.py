@@ -26,7 +26,7 @@ from unskew.errors import COUNT, DataError, UsageError, check_number, lookup, re
 from unskew.experiments.experiment import Experiment
 from unskew.files.checksums import checksum_of
 from unskew.files.download import Progress
-from unskew.methods.algorithms import fedavg
+from unskew.methods.bases import fedavg
 from unskew.methods.names import Method, method
 from unskew.models.cutting import split
 from unskew.models.foreign import load_module, sized
@@ -145,6 +145,11 @@ def network_of(experiment: Experiment, data: Dataset) -> Split:
         example = data.x[:1].cpu().float()
         return (
             module if isinstance(module, Split) else call_user_code("model", experiment.model, split, module, example)
+        )
+    if data.x.dim() != 4:
+        raise UsageError(
+            f"data is {experiment.data!r}, vectors of {data.channels} features, but {experiment.model} takes images: "
+            "give a network of your own by --model file.py:function (docs/guides/own-model.md)"
         )
     norm = None if experiment.norm == "auto" else experiment.norm
     sizes = (data.classes, data.channels, data.size)

@@ -93,7 +93,7 @@ tables = {"digits": digits, "digits-rates": digits_rates}
 # ---------------------------------------------------------------------------------------------- running
 
 
-class Result(NamedTuple):
+class TableRun(NamedTuple):
     """One run of a table."""
 
     row: str
@@ -104,7 +104,7 @@ class Result(NamedTuple):
 Item = tuple[str, Experiment]  # a row, and one of its experiments
 
 
-def filled(table: Table, out: Path, jobs: int, usage: Usage | None = None) -> Iterator[Result]:
+def filled(table: Table, out: Path, jobs: int, usage: Usage | None = None) -> Iterator[TableRun]:
     """Run what is missing of a table, yielding results as they come; the table's folder is locked meanwhile.
 
     Runs of the engine "lanes" share lanes where they can, and tell `usage`; of the others there are `jobs` at a time.
@@ -120,7 +120,7 @@ def filled(table: Table, out: Path, jobs: int, usage: Usage | None = None) -> It
             yield from _in_processes(out, todo, jobs)
 
 
-def _on_lanes(out: Path, todo: list[Item], usage: Usage | None) -> Iterator[Result]:
+def _on_lanes(out: Path, todo: list[Item], usage: Usage | None) -> Iterator[TableRun]:
     from unskew.experiments.runner import run_together
     from unskew.training.training import Diverged
 
@@ -129,26 +129,26 @@ def _on_lanes(out: Path, todo: list[Item], usage: Usage | None) -> Iterator[Resu
     for which, record in run_together(experiments, [_folder(out, experiment) for experiment in experiments], usage):
         row, experiment = todo[which]
         if isinstance(record, Diverged):
-            yield Result(row, experiment.seed, [])
+            yield TableRun(row, experiment.seed, [])
             continue
         found[which].append(record)
         if record.kind == "end":
-            yield Result(row, experiment.seed, found[which])
+            yield TableRun(row, experiment.seed, found[which])
 
 
 def _folder(out: Path, experiment: Experiment) -> Path:
     return out / experiment.digest[:12]
 
 
-def _one(out: Path, item: Item) -> Result:
+def _one(out: Path, item: Item) -> TableRun:
     from unskew.experiments.runner import run
     from unskew.training.training import Diverged
 
     row, experiment = item
     try:
-        return Result(row, experiment.seed, list(run(experiment, _folder(out, experiment), resume=True)))
+        return TableRun(row, experiment.seed, list(run(experiment, _folder(out, experiment), resume=True)))
     except Diverged:
-        return Result(row, experiment.seed, [])
+        return TableRun(row, experiment.seed, [])
 
 
 # ---------------------------------------------------------------------------------------------- in processes
@@ -156,7 +156,7 @@ def _one(out: Path, item: Item) -> Result:
 GRACE = 10.0  # seconds that a process has for its last checkpoint when it is told to stop
 
 
-def _in_processes(out: Path, todo: list[Item], jobs: int) -> Iterator[Result]:
+def _in_processes(out: Path, todo: list[Item], jobs: int) -> Iterator[TableRun]:
     """Run experiments, so many at a time; a process that dies or stands still is told with its run."""
     waiting, busy, vigil = deque(todo), dict[Connection, tuple[Child, Item]](), Vigil()
 
@@ -181,7 +181,7 @@ def _in_processes(out: Path, todo: list[Item], jobs: int) -> Iterator[Result]:
 REMEDY = "the same command goes on with the rest; --jobs 1 takes the least memory"
 
 
-def _received(child: Child, name: str) -> Result:
+def _received(child: Child, name: str) -> TableRun:
     """What a process has found; raises what went wrong."""
     try:
         reply = child.pipe.recv()
@@ -193,7 +193,7 @@ def _received(child: Child, name: str) -> Result:
         raise ChildProcessError(f"{name} died ({how}), perhaps for want of memory: {REMEDY}") from None
     if isinstance(reply, Failure):
         raise reply.error from RuntimeError(f"in a process of the table:\n{reply.trace}")
-    assert isinstance(reply, Result)
+    assert isinstance(reply, TableRun)
     return reply
 
 
@@ -231,7 +231,7 @@ def _serve(out: Path, pipe: Connection, pulse: Any) -> None:
             while True:
                 item = pipe.recv()
                 try:
-                    reply: Result | Failure = _one(out, item)
+                    reply: TableRun | Failure = _one(out, item)
                 except Exception as error:
                     reply = failure(error)
                 pipe.send(reply)
@@ -257,7 +257,7 @@ class Cell(NamedTuple):
         return f"{self.mean:.1f}{spread}"
 
 
-def cells(table: Table, results: list[Result]) -> dict[str, dict[str, Cell]]:
+def cells(table: Table, results: list[TableRun]) -> dict[str, dict[str, Cell]]:
     """The accuracies by row and calibration; a row with a run that diverged has no cells."""
     found: dict[str, dict[str, Cell]] = {}
     for row, experiments in table.rows.items():
@@ -269,7 +269,7 @@ def cells(table: Table, results: list[Result]) -> dict[str, dict[str, Cell]]:
     return found
 
 
-def markdown(name: str, table: Table, results: list[Result]) -> str:
+def markdown(name: str, table: Table, results: list[TableRun]) -> str:
     """The table as text, with what it takes to repeat it."""
     found = cells(table, results)
     columns = list(next((row for row in found.values() if row), {}))

@@ -38,20 +38,20 @@ class Kind(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Header(NamedTuple):
+class FileHeader(NamedTuple):
     """What the header of a file says."""
 
     metadata: dict[str, str]
     kinds: dict[str, Kind]  # in the order in which the tensors lie
 
 
-def header_of(path: Source) -> Header:
+def header_of(path: Source) -> FileHeader:
     """The header of a file; its tensors are not read."""
     with open_regular(path) as file:
         return read_header(file, path)
 
 
-def read_header(file: BinaryIO, path: Source) -> Header:
+def read_header(file: BinaryIO, path: Source) -> FileHeader:
     """Read the header; the places of all tensors must follow each other to the file's very end."""
     whole = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -79,7 +79,7 @@ def read_header(file: BinaryIO, path: Source) -> Header:
             end = places[name][1]
         if 8 + length + end != whole:
             raise ValueError(f"its tensors have {end:,} bytes, but {whole - 8 - length:,} are there")
-    return Header(metadata, {name: _kind(header[name]) for name in ordered})
+    return FileHeader(metadata, {name: _kind(header[name]) for name in ordered})
 
 
 def unreadable(path: Source, why: str) -> DataError:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from unskew.tree import Tree
 
-Record = dict[str, Any]  # a line of a run's history: plain values only
+Line = dict[str, Any]  # of a run's history: plain values only
 
 
 def cache_folder() -> Path:
@@ -144,7 +144,7 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def append(path: Path, record: Record) -> None:
+def append(path: Path, record: Line) -> None:
     """Add a record to a history."""
     with _naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
@@ -152,12 +152,12 @@ def append(path: Path, record: Record) -> None:
         os.fsync(file.fileno())  # a checkpoint must not reach the disk before the record of its round
 
 
-def rewrite(path: Path, records: list[Record]) -> None:
+def rewrite(path: Path, records: list[Line]) -> None:
     """Replace a history by these records."""
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def read(path: Path) -> list[Record]:
+def read(path: Path) -> list[Line]:
     """The records of a history; a last line that was cut off by a kill is left out."""
     *lines, _ = read_bytes(path, "history").split(b"\n")
     try:

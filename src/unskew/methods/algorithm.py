@@ -1,7 +1,8 @@
 """What an engine and an algorithm know of each other.
 
 What passes between them: a batch and what the network makes of it, what a client was given, what it did, and what stays
-with it. And an `Algorithm` itself, the functions that an engine calls; `unskew.methods.algorithms` makes them.
+with it. And an `Algorithm` itself, the functions that an engine calls; `bases`, `modifications` and `presets` make
+them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unskew.errors import UsageError, expect, lookup
-from unskew.methods import algorithms as known
+from unskew.methods import bases, modifications, presets
 from unskew.methods.algorithm import Algorithm
 from unskew.models.networks import Split
 from unskew.models.variants import clsnorm, directions, fixed_classifier, projection, spherical, unit_features
@@ -68,44 +68,48 @@ _LEARNS = {"the classifier": "learning"}
 _SPHERE = {**_fixed("on_sphere"), "the features' norm": "on_sphere's", "the loss": "on_sphere's"}
 
 pieces: dict[str, Piece] = {  # applied in this order, however a name orders them; then those of one's own
-    "fedavg": Piece("average of the clients' models", "McMahan 2017; CCVR 3.1", {}, known.fedavg),
-    "fednova": Piece("normalised averaging", "Wang 2020; SphereFed 5.1", {}, known.fednova),
-    "scaffold": Piece("control variates against drift", "Karimireddy 2020; CCVR 2", {}, known.scaffold),
-    "moon": Piece("model-contrastive features", "Li 2021; CCVR 5.1", {}, known.moon),
-    "feddyn": Piece("dynamic regularisation", "Acar 2021; CCVR 2", {}, known.feddyn),
+    "fedavg": Piece("average of the clients' models", "McMahan 2017; CCVR 3.1", {}, bases.fedavg),
+    "fednova": Piece("normalised averaging", "Wang 2020; SphereFed 5.1", {}, bases.fednova),
+    "scaffold": Piece("control variates against drift", "Karimireddy 2020; CCVR 2", {}, bases.scaffold),
+    "moon": Piece("model-contrastive features", "Li 2021; CCVR 5.1", {}, bases.moon),
+    "feddyn": Piece("dynamic regularisation", "Acar 2021; CCVR 2", {}, bases.feddyn),
     "projection": Piece(
         "+ projection head of two layers, as MOON needs", "Li 2021, 3.2; CCVR Table 6", {}, None, projection
     ),
-    "fedprox": Piece("+ proximal term on all tensors", "Li 2018; CCVR 5.1", {}, known.fedprox),
-    "fedavgm": Piece("+ momentum on the server", "Hsu 2019; CCVR 5.1", _server("fedavgm"), known.fedavgm),
-    "fedopt": Piece("+ SGD on the server", "Reddi 2021; SphereFed Table 16", _server("fedopt"), known.fedopt),
-    "fedadam": Piece("+ Adam on the server", "Reddi 2021", _server("fedadam"), known.fedadam),
-    "fedyogi": Piece("+ Yogi on the server", "Reddi 2021", _server("fedyogi"), known.fedyogi),
-    "fedadagrad": Piece("+ Adagrad on the server", "Reddi 2021", _server("fedadagrad"), known.fedadagrad),
-    "clsprox": Piece("+ proximal term on the classifier", "CCVR 3.3", _LEARNS, known.clsprox),
+    "fedprox": Piece("+ proximal term on all tensors", "Li 2018; CCVR 5.1", {}, presets.fedprox),
+    "fedavgm": Piece("+ momentum on the server", "Hsu 2019; CCVR 5.1", _server("fedavgm"), presets.fedavgm),
+    "fedopt": Piece("+ SGD on the server", "Reddi 2021; SphereFed Table 16", _server("fedopt"), presets.fedopt),
+    "fedadam": Piece("+ Adam on the server", "Reddi 2021", _server("fedadam"), presets.fedadam),
+    "fedyogi": Piece("+ Yogi on the server", "Reddi 2021", _server("fedyogi"), presets.fedyogi),
+    "fedadagrad": Piece("+ Adagrad on the server", "Reddi 2021", _server("fedadagrad"), presets.fedadagrad),
+    "clsprox": Piece("+ proximal term on the classifier", "CCVR 3.3", _LEARNS, presets.clsprox),
     "clsnorm": Piece("+ normalised classifier weights", "CCVR 3.3", _LEARNS, None, clsnorm),
     "on_sphere": Piece(
-        "+ SphereFed: unit features, fixed classifier, mse", "SphereFed 4, D", _SPHERE, known.on_sphere, spherical
+        "+ SphereFed: unit features, fixed classifier, mse", "SphereFed 4, D", _SPHERE, modifications.on_sphere,
+        spherical,
     ),
     "frozen_head": Piece(
-        "+ fixed classifier", "SphereFed Table 3: Fix; Table 2: BABU", _fixed("frozen_head"), known.frozen_head, rows_of
+        "+ fixed classifier", "SphereFed Table 3: Fix; Table 2: BABU", _fixed("frozen_head"), modifications.frozen_head,
+        rows_of,
     ),
     "unit_features": Piece(
         "+ features of unit norm", "SphereFed Table 3: Norm", {"the features' norm": "unit_features's"}, None,
         unit_features,
     ),
-    "mse": Piece("+ squared error instead of cross entropy", "SphereFed 4.2, Table 3", {"the loss": "mse"}, known.mse),
-    "ce": Piece("+ cross entropy with a temperature", "SphereFed 4.2, Table 3", {"the loss": "ce"}, known.ce),
+    "mse": Piece(
+        "+ squared error instead of cross entropy", "SphereFed 4.2, Table 3", {"the loss": "mse"}, modifications.mse
+    ),
+    "ce": Piece("+ cross entropy with a temperature", "SphereFed 4.2, Table 3", {"the loss": "ce"}, modifications.ce),
     "fedbabu": Piece(
-        "+ fixed classifier, tuned for personal models", "Oh 2022; SphereFed B", _fixed("fedbabu"), known.fedbabu
+        "+ fixed classifier, tuned for personal models", "Oh 2022; SphereFed B", _fixed("fedbabu"), presets.fedbabu
     ),
     "lg_fedavg": Piece(
         "+ features stay at home", "Liang 2020; SphereFed B", {**_LEARNS, "what stays at home": "features"},
-        known.lg_fedavg,
+        presets.lg_fedavg,
     ),
     "fedrep": Piece(
         "+ classifier stays at home, learns first", "Collins 2021; SphereFed B",
-        {**_LEARNS, "what stays at home": "classifier"}, known.fedrep,
+        {**_LEARNS, "what stays at home": "classifier"}, presets.fedrep,
     ),
 }  # fmt: skip
 
@@ -120,7 +124,7 @@ def method(spec: str) -> Method:
     expect("spec", spec, str, 'write a method\'s name, such as "fednova+on_sphere"')
     chosen = [_chosen(part) for part in pieces_of(spec)]
     _check(spec, chosen)
-    algorithm, variants = known.fedavg(), []
+    algorithm, variants = bases.fedavg(), []
     for _, name, piece, options in sorted(chosen, key=_place):
         if piece.algorithm:
             around = {"base": algorithm} if _modifies(piece) else {}

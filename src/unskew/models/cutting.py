@@ -17,7 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from unskew.errors import UsageError, lookup
-from unskew.models.endings import Ending, Layer, Part, found, is_linear, matrix, recipe, refusal, same, seen, tolerance
+from unskew.models.endings import (
+    Ending,
+    HeadLayer,
+    Layer,
+    found,
+    is_linear,
+    matrix,
+    recipe,
+    refusal,
+    same,
+    seen,
+    tolerance,
+)
 from unskew.models.features import Features, Tap, check_again
 from unskew.models.networks import Split, check_made, evaluating, linear, linear_of
 from unskew.models.programs import split_program
@@ -69,7 +81,7 @@ def split(module: nn.Module | torch.export.ExportedProgram, example: Any = None,
                 raise UsageError(
                     f"layer is {layer!r}, several layers, and how they are added is seen with an example: give one"
                 )
-            cut = _cut(module, copied, Ending((Part(layer, matrix(wanted).shape[1]),)))
+            cut = _cut(module, copied, Ending((HeadLayer(layer, matrix(wanted).shape[1]),)))
         else:
             run = seen(copied, example)
             if examples_in(example) == 1 and all(value.ndim != 2 for value in run.tensors.values()):
@@ -99,7 +111,7 @@ def rejoined(cut: Split, module: nn.Module) -> Tree:
     elif isinstance(module, Split):
         held, end = features.state_dict(prefix="features."), linear(module.classifier)
         name = next(name for name, part in module.named_modules() if part is end)
-        parts = (Part(name, end.in_features),)
+        parts = (HeadLayer(name, end.in_features),)
     else:
         raise UsageError(f"the cut was not made from this {type(module).__name__} by split(module, ...): make it so")
     old = module.state_dict(keep_vars=True)
@@ -179,7 +191,7 @@ def _cut(module: nn.Module, copied: nn.Module, ending: Ending) -> Split:
     return Split(features, _classifier(layers), ending.name)
 
 
-def _check_layer(module: nn.Module, part: Part, layer: Layer) -> None:
+def _check_layer(module: nn.Module, part: HeadLayer, layer: Layer) -> None:
     """Refuse a layer that does more than its weight and bias say, or whose weight could not be set to another."""
     draw = torch.Generator().manual_seed(0)
     z = torch.randn(2, part.width, generator=draw).to(layer.weight)
@@ -207,7 +219,7 @@ def _answer(layer: nn.Module, z: Tensor) -> Tensor:
     return layer(z.view(*z.shape, *axes)).flatten(1)
 
 
-def _classifier(layers: Mapping[Part, Layer]) -> nn.Linear:
+def _classifier(layers: Mapping[HeadLayer, Layer]) -> nn.Linear:
     """One linear layer that acts on the features as these layers do on their parts of them."""
     (first, end), *more = layers.items()
     if not more and first.scale == 1 and isinstance(end, nn.Linear):
@@ -220,7 +232,7 @@ def _classifier(layers: Mapping[Part, Layer]) -> nn.Linear:
     return linear_of(weight.to(end.weight), sum(biases[1:], biases[0]).to(end.weight) if biases else None)
 
 
-def _shares(classifier: nn.Module, parts: tuple[Part, ...], biased: list[str]) -> dict[Part, nn.Linear]:
+def _shares(classifier: nn.Module, parts: tuple[HeadLayer, ...], biased: list[str]) -> dict[HeadLayer, nn.Linear]:
     """What each of the layers has to hold so that together they act as a classifier does."""
     new = linear(classifier)
     if new is not classifier and len(parts) > 1:

@@ -34,7 +34,7 @@ ends: dict[str, Callable[[Tensor], Tensor]] = {  # none of them changes which cl
 _undone: dict[str, Callable[[Tensor], Tensor]] = {"softmax": torch.log, "sigmoid": torch.logit}  # the others need not
 
 
-class Part(NamedTuple):
+class HeadLayer(NamedTuple):
     """A linear layer that the logits come from."""
 
     name: str
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 class Ending(NamedTuple):
     """What a module does from its last linear layers on: end(sum of scale times answer)."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[HeadLayer, ...]
     end: str = ""  # one of `ends`
     path: Path | None = None  # of the output that it makes; None: the natural one
     passes: bool = False  # whether the layer's answers for words are chosen or averaged afterwards
@@ -262,7 +262,7 @@ def _ending(run: Seen, path: Path, wanted: Layer | None) -> Ending | UsageError:
         return refusal(run.module, f"{run.told(last)} is used {run.called.count(last)} times in one pass")
     chooser = wanted if wanted in words else words[-1] if words and wanted is None else None
     if isinstance(chooser, nn.Linear) and _may_come_last(run, path, chooser, rows):
-        return Ending((Part(run.names[chooser], chooser.in_features),), "", path, passes=True)
+        return Ending((HeadLayer(run.names[chooser], chooser.in_features),), "", path, passes=True)
     return _beyond(run, last)
 
 
@@ -380,7 +380,7 @@ def _may_come_last(run: Seen, path: Path, layer: nn.Linear, rows: int) -> bool:
     return True
 
 
-def _placed(run: Seen, scales: Mapping[Layer, float]) -> Iterator[Part]:
+def _placed(run: Seen, scales: Mapping[Layer, float]) -> Iterator[HeadLayer]:
     """The layers of an ending, and where their inputs stand among the features; the same input stands there once."""
     starts: dict[int, int] = {}
     width = 0
@@ -389,7 +389,7 @@ def _placed(run: Seen, scales: Mapping[Layer, float]) -> Iterator[Part]:
         if source not in starts:
             starts[source] = width
             width += own
-        yield Part(run.names[layer], own, starts[source], scale)
+        yield HeadLayer(run.names[layer], own, starts[source], scale)
 
 
 def _fit(probe: Tensor, answer: Tensor) -> tuple[str, float] | None:

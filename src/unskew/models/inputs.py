@@ -28,7 +28,7 @@ _PART = re.compile(
 )
 
 
-class Part(NamedTuple):
+class Input(NamedTuple):
     """One of a model's inputs."""
 
     name: str | None
@@ -36,10 +36,10 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]  # of one example
 
 
-def parsed(text: str) -> list[Part]:
+def parsed(text: str) -> list[Input]:
     """The inputs that a line describes; none where it is not such a line."""
     found = [_PART.fullmatch(word) for word in text.split(" ", PARTS)]
-    parts = [Part(one[1], one[2], tuple(map(int, filter(None, one[3].split(","))))) for one in found if one]
+    parts = [Input(one[1], one[2], tuple(map(int, filter(None, one[3].split(","))))) for one in found if one]
     names = [part.name for part in parts]
     told_apart = set(names) == {None} or (None not in names and len(set(names)) == len(names))
     small = sum(math.prod(part.sizes) for part in parts) <= MOST

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from unskew.errors import UsageError, lookup, one_line
 from unskew.files.writing import replacing
 from unskew.models import endings
-from unskew.models.endings import Ending, Part, chosen, natural, output_at, outputs, refusal
+from unskew.models.endings import Ending, HeadLayer, chosen, natural, output_at, outputs, refusal
 from unskew.models.features import Features, check_again, ended
 from unskew.models.inputs import INTEGER_DTYPES
 from unskew.models.networks import Split, linear_of
@@ -96,7 +96,7 @@ def _source(node: Any, path: endings.Path, module: fx.GraphModule) -> tuple[Any,
     name = _layer_of(node)
     if name is None:
         return node, None
-    return node, Ending((Part(name, node.args[1].meta["val"].shape[1], 0, scale),), end, path)
+    return node, Ending((HeadLayer(name, node.args[1].meta["val"].shape[1], 0, scale),), end, path)
 
 
 def _number(value: Any, module: fx.GraphModule) -> float | None:

@@ -274,9 +274,9 @@ def _pour(
     """
     step = STEP[rounding_of(header.form, header.precision)]
     scrutiny = Scrutiny(str(file.path), header.form, header.transform, header.dimension, step) if examine else None
-    poured = [_Part(str(file.path), header, total, sign, scrutiny)]
+    poured = [_Stream(str(file.path), header, total, sign, scrutiny)]
     if total.held_out is not None:
-        poured.append(_Part(str(file.path), header, total.held_out, sign, scrutiny, HELD))
+        poured.append(_Stream(str(file.path), header, total.held_out, sign, scrutiny, HELD))
     for name, start, piece in file.read():
         low, high = map(float, piece.aminmax()) if piece.numel() else (0.0, 0.0)  # in place of copies
         if not (low > -HIGHEST and high < HIGHEST):  # so for NaN too
@@ -301,7 +301,7 @@ def _pour(
     return (part_of(header.digest, header.site, whole, header.held_out, poured[0].means),)
 
 
-class _Part:
+class _Stream:
     """A part of a file, all its examples or those that are held out, on its way into a sum."""
 
     def __init__(

@@ -6,8 +6,8 @@ are *added* (`a + b`, see `merging.py`), so the sum over clients does not depend
 about the class means: features far from zero lose hardly a digit.
 
 The scatter comes in four forms, a ladder of bandwidth: "class" (a matrix per class), "pooled" (one matrix), "diagonal"
-(the variances per class), "none". Matrices are symmetric and stored as packed triangles. `statistics_file.py` keeps
-them on disk, and adds files without ever holding more than one copy.
+(the variances per class), "none". Matrices are symmetric and stored as packed triangles. `file.py` keeps them on
+disk, and adds files without ever holding more than one copy.
 
 Beside the moments of all its examples a site can send those of a part that it holds out (`held_out`, in the pooled
 form): what is left is a training set, and the squared error of any linear head on the held-out part follows from its
@@ -425,7 +425,7 @@ class FeatureStats:
     # ------------------------------------------------------------------------------------------ files
 
     def save(self, path: str | Path, precision: str = "float64") -> None:
-        """Write a site's file, of format version 1: see `statistics_file`; its `save_sum` writes sums of files."""
+        """Write a site's file, of format version 1: see `statistics.file`; its `save_sum` writes sums of files."""
         from unskew.statistics.file import save
 
         save(self, Path(path), precision)

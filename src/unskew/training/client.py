@@ -154,10 +154,10 @@ class Visited(NamedTuple):
     loss: float  # mean over its steps
 
 
-Visit = Callable[[int, Client, Plan, int], Visited]
+Visiting = Callable[[int, Client, Plan, int], Visited]
 
 
-def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visit:
+def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visiting:
     """A client's whole work in a round, as a function: `visit(id, client, plan, examples)`."""
     step = local_step(net, algorithm)
 

@@ -25,7 +25,7 @@ from unskew.calibration.retraining import retrain
 from unskew.data.partition import Federation
 from unskew.errors import UsageError, check_number
 from unskew.methods.algorithm import Algorithm, never
-from unskew.methods.algorithms import fedavg
+from unskew.methods.bases import fedavg
 from unskew.methods.optim import SGD
 from unskew.models.evaluate import Scores, batches, score
 from unskew.models.networks import Split, evaluating
@@ -39,7 +39,7 @@ from unskew.training.settings import RULES
 from unskew.training.training import Diverged, Round
 
 
-class Site(NamedTuple):
+class Home(NamedTuple):
     """What a client has for making a model of its own."""
 
     id: int
@@ -58,7 +58,7 @@ class Site(NamedTuple):
         return batches(self.federation.data, self.rows, dtype=next(model.parameters()).dtype)
 
 
-Way = Callable[[Split, Site], Split]  # the client's model as it stands -> its personal model
+Way = Callable[[Split, Home], Split]  # the client's model as it stands -> its personal model
 
 
 def own() -> Way:
@@ -66,7 +66,7 @@ def own() -> Way:
     return _as_it_stands
 
 
-def _as_it_stands(model: Split, site: Site) -> Split:
+def _as_it_stands(model: Split, home: Home) -> Split:
     return model
 
 
@@ -74,17 +74,17 @@ def head(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: float = 0
     """Fine-tune the head by SGD on the method's own loss; the features are fixed and in eval mode."""
     _check(epochs=epochs, lr=lr, batch=batch, momentum=momentum)
 
-    def fit(model: Split, site: Site) -> Split:
+    def fit(model: Split, home: Home) -> Split:
         if isinstance(model.classifier, NormalisedLinear):
             raise UsageError("clsnorm's classifier is not fine-tuned alone: fine-tune the whole model (all)")
         with evaluating(model), torch.no_grad():
-            features, labels = zip(*((model.features(x), y) for x, y in site.batches(model)), strict=True)
+            features, labels = zip(*((model.features(x), y) for x, y in home.batches(model)), strict=True)
 
         def slope(logits: Tensor, targets: Tensor) -> Tensor:
-            slopes: Tensor = grad(site.algorithm.criterion)(logits.T, targets.argmax(0))  # of the mean
+            slopes: Tensor = grad(home.algorithm.criterion)(logits.T, targets.argmax(0))  # of the mean
             return slopes.T * len(slopes)
 
-        old, sgd, draw = plain(model.classifier), SGD(lr, momentum), generator(site.seed, "personal", site.id)
+        old, sgd, draw = plain(model.classifier), SGD(lr, momentum), generator(home.seed, "personal", home.id)
         tuned = retrain(old, torch.cat(features), torch.cat(labels), epochs, batch, sgd, draw, slope)
         return with_classifier(model, tuned)
 
@@ -95,12 +95,12 @@ def everything(epochs: int = 5, lr: float = 0.01, batch: int = 64, momentum: flo
     """Fine-tune all that the method trains, by SGD on its own loss: a round that nobody shares."""
     _check(epochs=epochs, lr=lr, batch=batch, momentum=momentum)
 
-    def fit(model: Split, site: Site) -> Split:
-        alone = replace(fedavg(), criterion=site.algorithm.criterion, frozen=site.algorithm.frozen, shared=never)
-        net, data = network(model), site.federation.data
-        todo = make_plan(site.rows, batch, site.seed, site.round + 1, site.id, epochs=epochs)
+    def fit(model: Split, home: Home) -> Split:
+        alone = replace(fedavg(), criterion=home.algorithm.criterion, frozen=home.algorithm.frozen, shared=never)
+        net, data = network(model), home.federation.data
+        todo = make_plan(home.rows, batch, home.seed, home.round + 1, home.id, epochs=epochs)
         visit = make_visit(net, alone, SGD(lr, momentum), data, net.tree, {})
-        visited = visit(site.id, enter(net, alone, net.tree), todo, len(site.rows))
+        visited = visit(home.id, enter(net, alone, net.tree), todo, len(home.rows))
         return installed(model, visited.client.own)
 
     return fit
@@ -110,8 +110,8 @@ def ffc(ridge: float = 0.0) -> Way:
     """Solve for the head of least squared error on the client's own examples (Equation 7)."""
     calibrator = least_squares.ffc(ridge)
 
-    def fit(model: Split, site: Site) -> Split:
-        stats = collect(model, site.batches(model), site.federation.data.classes, calibrator.form)
+    def fit(model: Split, home: Home) -> Split:
+        stats = collect(model, home.batches(model), home.federation.data.classes, calibrator.form)
         return with_classifier(model, calibrator(stats, model.classifier, torch.Generator()))
 
     return fit
@@ -141,8 +141,8 @@ def personal_models(
         )
     for id in range(len(federation.clients)):
         kept = last.clients[id].own if id in last.clients else {}
-        site = Site(id, federation, algorithm, last.number, seed)
-        made = way(installed(model, {**last.params, **kept}), site)
+        home = Home(id, federation, algorithm, last.number, seed)
+        made = way(installed(model, {**last.params, **kept}), home)
         if not all(torch.isfinite(value).all() for value in made.parameters()):
             raise Diverged(f"the personal model of client {id} is NaN or infinite: lower its learning rate")
         yield made
