@@ -125,7 +125,15 @@ def check(words: list[str]) -> None:
         app.commands[rest[0]].make_context(rest[0], rest[1:])
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if blocks_of(path)], ids=name_of)
+LONG = ("docs/tutorials/simulate-digits.md", "docs/guides/personal-models.md")  # they train for seconds
+RUN = [
+    pytest.param(path, marks=pytest.mark.slow if name_of(path) in LONG else (), id=name_of(path))
+    for path in PAGES
+    if blocks_of(path)
+]
+
+
+@pytest.mark.parametrize("path", RUN)
 def test_blocks_run(path: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

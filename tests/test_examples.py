@@ -75,6 +75,7 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
+@pytest.mark.slow
 def test_calibration_by_hand(tmp_path):
     printed = output_of([sys.executable, "-W", "error", EXAMPLES / "calibrate_by_hand.py"], tmp_path, 300)
     before, after, sent = figures(printed)

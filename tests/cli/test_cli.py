@@ -140,6 +140,7 @@ def test_help_and_version(here) -> None:
     assert nothing.err == helped("--help").strip()
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_run_quietly(data, here) -> None:
     command = [sys.executable, "-m", "unskew", "run", *tiny(data), "--json", "--out", "run"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

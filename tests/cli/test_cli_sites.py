@@ -363,6 +363,7 @@ def test_a_new_head_in_one_round(work):
     assert json.loads(answer.out)["model"]["accuracy"] > 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["unit+fourier:300:7", *(slow(name) for name in ("unit", "relu-tukey:0.5"))])
 def test_a_transform_travels_with_files_weights_and_programs(work, transform):
     files = collected("--transform", transform)

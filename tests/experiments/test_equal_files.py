@@ -50,6 +50,7 @@ def assert_equal(folders):
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["scaffold on lanes"], pytest.param([*RUNS], marks=pytest.mark.slow)])
 def test_runs(names, tmp_path):
     data, folders = blobs(tmp_path / "blobs.npz"), [tmp_path / "one", tmp_path / "a" / "longer" / "path"]

@@ -171,6 +171,7 @@ def test_a_killed_run_goes_on_bit_for_bit_whenever_it_is_killed(data, tmp_path) 
     assert len(hits) >= 6, hits  # else the test has not done its work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_again_and_again_goes_on_bit_for_bit(data, tmp_path, seed) -> None:
     options = tiny(data, rounds=8, method="fedavgm", calibrate=CALIBRATIONS)

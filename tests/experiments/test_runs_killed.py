@@ -124,6 +124,7 @@ def test_a_table_that_is_told_to_stop_keeps_what_its_runs_have_reached(data, tmp
         )
 
 
+@pytest.mark.slow
 def test_a_whole_job_that_is_told_to_stop(data, tmp_path):
     """As a batch system does: each process gets the signal."""
     command = table_of(small(data, rounds=3000))

@@ -199,6 +199,7 @@ def test_two_that_start_together(data, tmp_path):
     assert result_of(out) == result_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_tables_and_their_cells(data, tmp_path, hasty):
     experiment = Experiment(str(data), clients=4, rounds=2, batch=8, epochs=1, calibrate="none", threads=1)
     for engine in ("sequential", "lanes"):

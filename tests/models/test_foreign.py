@@ -130,6 +130,7 @@ def test_a_library_that_is_not_there(library: str, monkeypatch: pytest.MonkeyPat
         load_module(f"{library}:resnet18")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torchvision", "timm", "transformers"])
 def test_a_torchvision_that_does_not_import_is_named(library: str, tmp_path: Path) -> None:
     """Whoever asked for it; transformers and timm do without."""
@@ -175,6 +176,7 @@ save_file({path: model(load_file(images)["x"]).detach() for path, model in made.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transforms", [[], pytest.param(["unit", "relu-tukey:0.5"], marks=pytest.mark.slow)])
 def test_programs_run_without_unskew(tmp_path: Path, transforms: list[str]) -> None:
     model = split(Net(), IMAGES)

@@ -46,6 +46,7 @@ def test_the_fastest_is_taken(long, speeds, engine, monkeypatch):
     assert "sequential 100" in choose_engine(long).reason
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_added_is_measured_and_taken(long, monkeypatch):
     monkeypatch.setitem(auto.measurable, "mine", auto.measurable["sequential"])
     assert "mine" in measured(long)

@@ -260,6 +260,7 @@ def test_dropout_differs_between_rounds_and_clients(ragged):
     assert len({make_plan(torch.arange(5), 2, 0, number, id).noise for number in (1, 2) for id in (0, 1)}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_large_tensors_get_the_pages_of_those_before_them():
     """Counted in a process of its own, since it can't be undone."""

@@ -46,6 +46,7 @@ def test_a_joined_network_is_the_network(name):
         assert (mine[key] - value).norm() < 1e-9 * max(1, value.norm()), key
 
 
+@pytest.mark.slow
 def test_it_can_be_traced_as_the_lanes_do():
     draw = torch.Generator().manual_seed(0)
     net = build("mobilenetv2", 10, 3, 16, generator=draw).double()

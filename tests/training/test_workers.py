@@ -321,6 +321,7 @@ def slow():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_workers_end_with_their_parent(sent, tmp_path):
     """In the middle of a round. Ctrl-C reaches all of a terminal's processes, and is the parent's business alone."""
