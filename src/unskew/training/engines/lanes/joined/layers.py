@@ -9,7 +9,7 @@ plain torch, a sum over the taps of the kernel, which the tests compare the kern
 
     convolve          y of x and w
     convolve_inputs   the gradient of x, from that of y
-    convolve_weights  the gradient of w, in float32, in parts that are added afterwards: the same inputs, the same bits
+    convolve_weights  the gradient of w, in float32; parts are added in one order: the same inputs, the same bits
 
 and `depthwise`, `depthwise_inputs`, `depthwise_weights` for convolutions of each channel by itself. Images are (lanes,
 batch, height, width, channels), weights (lanes, outputs, k, k, channels), depthwise (lanes, k, k, channels). The result
@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unskew.training.engines.lanes.joined import tiling
 from unskew.training.engines.lanes.joined.norm import JoinedGroupNorm
 from unskew.training.engines.lanes.operations import operation
 
@@ -94,9 +93,7 @@ def convolve_inputs(g: Tensor, w: Tensor, height: int, width: int, stride: int, 
 
 
 def _like_weights(x: Tensor, g: Tensor, k: int, stride: int, padding: int) -> Tensor:
-    lanes, channels, outputs, pixels = len(x), x.shape[-1], g.shape[-1], g.shape[1] * g.shape[2] * g.shape[3]
-    parts = tiling.parts_of(lanes, channels, outputs, k, pixels) if x.is_cuda else 1
-    return x.new_empty(lanes, parts, outputs, k, k, channels, dtype=_wide(x))
+    return x.new_empty(len(x), g.shape[-1], k, k, x.shape[-1], dtype=_wide(x))
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -105,14 +102,14 @@ def _wide(x: Tensor) -> torch.dtype:
 
 @operation("convolve_weights(Tensor x, Tensor g, int k, int stride, int padding) -> Tensor", _like_weights)
 def convolve_weights(x: Tensor, g: Tensor, k: int, stride: int, padding: int) -> Tensor:
-    """(L, B, H, W, C), (L, B, h, w, O) -> (L, parts, O, k, k, C) to be added up, at least in float32."""
+    """(L, B, H, W, C), (L, B, h, w, O) -> (L, O, k, k, C), at least in float32."""
     if x.is_cuda:
         from unskew.training.engines.lanes.joined import triton_kernels
 
         return triton_kernels.weights(x, g, stride, padding, _like_weights(x, g, k, stride, padding))
     dw = _like_weights(x, g, k, stride, padding)
     for i, j, part in taps(x.to(dw.dtype), k, stride, padding):
-        dw[:, 0, :, i, j] = torch.einsum("lbyxo,lbyxc->loc", g.to(dw.dtype), part)
+        dw[:, :, i, j] = torch.einsum("lbyxo,lbyxc->loc", g.to(dw.dtype), part)
     return dw
 
 
@@ -151,14 +148,12 @@ def depthwise_inputs(g: Tensor, w: Tensor, height: int, width: int, stride: int,
 
 
 def _like_depthwise_weights(x: Tensor, g: Tensor, k: int, stride: int, padding: int) -> Tensor:
-    lanes, channels, pixels = len(x), x.shape[-1], g.shape[1] * g.shape[2] * g.shape[3]
-    parts = tiling.depthwise_parts_of(lanes, channels, k, pixels) if x.is_cuda else 1
-    return x.new_empty(lanes, parts, k, k, channels, dtype=_wide(x))
+    return x.new_empty(len(x), k, k, x.shape[-1], dtype=_wide(x))
 
 
 @operation("depthwise_weights(Tensor x, Tensor g, int k, int stride, int padding) -> Tensor", _like_depthwise_weights)
 def depthwise_weights(x: Tensor, g: Tensor, k: int, stride: int, padding: int) -> Tensor:
-    """(L, B, H, W, C), (L, B, h, w, C) -> (L, parts, k, k, C) to be added up, at least in float32."""
+    """(L, B, H, W, C), (L, B, h, w, C) -> (L, k, k, C), at least in float32."""
     if x.is_cuda:
         from unskew.training.engines.lanes.joined import triton_kernels
 
@@ -166,7 +161,7 @@ def depthwise_weights(x: Tensor, g: Tensor, k: int, stride: int, padding: int) -
         return triton_kernels.depthwise_weights(x, g, stride, padding, made)
     dw = _like_depthwise_weights(x, g, k, stride, padding)
     for i, j, part in taps(x.to(dw.dtype), k, stride, padding):
-        dw[:, 0, i, j] = (part * g.to(dw.dtype)).sum((1, 2, 3))
+        dw[:, i, j] = (part * g.to(dw.dtype)).sum((1, 2, 3))
     return dw
 
 
@@ -225,7 +220,7 @@ class _Convolution(torch.autograd.Function):
         g, dx, how = g.contiguous(), None, (ctx.stride, ctx.padding)
         if ctx.needs_input_grad[0]:
             dx = (depthwise_inputs if ctx.channelwise else convolve_inputs)(g, w, x.shape[2], x.shape[3], *how)
-        dw = (depthwise_weights if ctx.channelwise else convolve_weights)(x, g, w.shape[-2], *how).sum(1)
+        dw = (depthwise_weights if ctx.channelwise else convolve_weights)(x, g, w.shape[-2], *how)
         return dx, dw, None, None, None, None
 
 

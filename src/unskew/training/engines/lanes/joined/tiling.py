@@ -49,21 +49,11 @@ def split(lanes: int, channels: int, outputs: int, k: int, pixels: int) -> tuple
     return tiles, *_split(pixels, deep, tiles * lanes)
 
 
-def parts_of(lanes: int, channels: int, outputs: int, k: int, pixels: int) -> int:
-    """How many parts the gradient of weights has."""
-    return split(lanes, channels, outputs, k, pixels)[1]
-
-
 def depthwise_split(lanes: int, channels: int, k: int, pixels: int) -> tuple[int, int, int]:
     """The same where each channel is by itself."""
     high, wide = flat(channels)
     tiles = k * k * -(-channels // wide)
     return tiles, *_split(pixels, high, tiles * lanes)
-
-
-def depthwise_parts_of(lanes: int, channels: int, k: int, pixels: int) -> int:
-    """The same where each channel is by itself."""
-    return depthwise_split(lanes, channels, k, pixels)[1]
 
 
 NORM = 16_384  # elements of a norm's tile

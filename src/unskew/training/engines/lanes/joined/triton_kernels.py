@@ -263,17 +263,23 @@ def inputs(g: Tensor, w: Tensor, stride: int, padding: int, dx: Tensor) -> Tenso
     return dx
 
 
-def weights(x: Tensor, g: Tensor, stride: int, padding: int, parts: Tensor) -> Tensor:
+def weights(x: Tensor, g: Tensor, stride: int, padding: int, dw: Tensor) -> Tensor:
     """See `layers.convolve_weights`."""
     x, g, rows = x.contiguous(), g.contiguous(), _pixels(g)
-    lanes, count, outputs, k, _, channels = parts.shape
+    lanes, outputs, k, _, channels = dw.shape
     *tile, warps, stages = tiling.of_weights(channels, outputs)
-    tiles, _, each = tiling.split(lanes, channels, outputs, k, rows)
+    tiles, count, each = tiling.split(lanes, channels, outputs, k, rows)
+    parts = _parts(dw, count)
     _weights[tiles, count, lanes](
         x, g, parts, rows, each, *_sizes(x, g, k, stride, padding), _precision(x), *tile,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return parts
+    return dw if count == 1 else torch.sum(parts, 1, out=dw)
+
+
+def _parts(dw: Tensor, count: int) -> Tensor:
+    """Where so many parts of a gradient are written, which are added up afterwards; a single one is the gradient."""
+    return dw if count == 1 else dw.new_empty(len(dw), count, *dw.shape[1:])
 
 
 def _flat_sizes(x: Tensor, y: Tensor, k: int, stride: int, padding: int) -> tuple[int, ...]:
@@ -296,15 +302,16 @@ def depthwise_inputs(g: Tensor, w: Tensor, stride: int, padding: int, dx: Tensor
     return dx
 
 
-def depthwise_weights(x: Tensor, g: Tensor, stride: int, padding: int, parts: Tensor) -> Tensor:
+def depthwise_weights(x: Tensor, g: Tensor, stride: int, padding: int, dw: Tensor) -> Tensor:
     """See `layers.depthwise_weights`."""
     x, g, rows, tile = x.contiguous(), g.contiguous(), _pixels(g), tiling.flat(x.shape[-1])
-    lanes, count, k, _, channels = parts.shape
-    tiles, _, each = tiling.depthwise_split(lanes, channels, k, rows)
+    lanes, k, _, channels = dw.shape
+    tiles, count, each = tiling.depthwise_split(lanes, channels, k, rows)
+    parts = _parts(dw, count)
     _depthwise_weights[tiles, count, lanes](
         x, g, parts, rows, each, *_flat_sizes(x, g, k, stride, padding), *tile
     )  # fmt: skip
-    return parts
+    return dw if count == 1 else torch.sum(parts, 1, out=dw)
 
 
 def patches(x: Tensor, k: int, stride: int, padding: int, y: Tensor) -> Tensor:
