@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -58,6 +59,7 @@ def markdown(found: Findings) -> str:
         f"`make test-adversary`, {time.strftime('%Y-%m-%d')}, seed {found.seed}: {found.seconds / 60:.0f} minutes in "
         f"{found.processes} processes on {machine}; {versions}."
     )
+    head = textwrap.fill(head, 120)
     return "\n\n".join([head, mutants(found.verdicts), attacks(found.outcomes), killed(found.trials)]) + "\n"
 
 
