@@ -49,6 +49,14 @@ def test_the_same_batches_are_the_same_whatever_transform_and_type(transform, ki
     assert result.rosters[1].answered == NAMES
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.float64])
+def test_features_of_another_type_than_the_head(kind):
+    """Features that were computed before come as they were stored."""
+    sites = {name: [(x.to(kind), y) for x, y in DATA[name]] for name in NAMES}
+    result = talk(serve(MODEL, NAMES, TASK), in_process(MODEL, sites))
+    assert result.rosters[1].answered == NAMES
+
+
 def test_an_example_more_is_seen():
     x, y = DATA["a"][0]
     for changed in ([(x + 1, y)], [(x.flip(0), y.flip(0))], [(x, y.roll(1))], [(x[1:], y[1:])]):

@@ -1,16 +1,20 @@
 """What a site holds out: nobody else can foretell or choose it, and no single example leaves the site by it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from unskew.conversation.heads_file import heads_bytes
+from unskew.conversation.messages import Statistics
 from unskew.conversation.protocol import reply
-from unskew.conversation.tasks import Task
+from unskew.conversation.tasks import Task, _most_held_out, check_header
 from unskew.errors import DataError, UsageError
 from unskew.models.networks import Split
 from unskew.statistics.collecting import LEAST, collect, enough, holding_out
+from unskew.statistics.moments import FeatureStats
 
 CLASSES, WIDTH = 3, 6
 torch.manual_seed(0)
@@ -184,3 +188,55 @@ def test_a_small_site_holds_nothing_out_and_need_not_answer():
     for sent in (said, said.header.digest):
         with pytest.raises(DataError, match="such a site need not answer"):
             reply(asked(said, 0.25), MODEL, small, sent)
+
+
+def test_a_site_that_holds_out_more_than_it_was_asked_to_is_refused():
+    """Its answer would weigh several times as much as others'."""
+    task = Task(form="pooled", hold_out=0.05)
+    sent = {share: reply(replace(task, hold_out=share), MODEL, LARGE) for share in (0.05, 0.1, 0.5)}
+    for share, said in sent.items():
+        said = Statistics.from_bytes(said.to_bytes())
+        if share == 0.05:
+            check_header(task, "the task", "a", said.header)
+            continue
+        with pytest.raises(
+            DataError, match=r"a has \d+ of 2,000 examples held out, but the task asks for a share of 0.05"
+        ):
+            check_header(task, "the task", "a", said.header)
+
+
+def test_a_lot_is_never_refused_by_chance():
+    """The bound against what a lot by that share gives, over sizes and shares."""
+    draw = torch.Generator().manual_seed(0)
+    for n in (1, 5, 40, 1000):
+        for share in (0.05, 0.2, 0.5):
+            drawn = (torch.rand(2000, n, generator=draw) < share).sum(1).max()
+            assert drawn <= _most_held_out(n, share)
+            assert _most_held_out(10 * n, share) <= 10 * n * share + 6 * (10 * n) ** 0.5 + 7
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta", "meta labels"])
+def test_tensors_without_numbers_draw_no_lot(kind):
+    x, y = examples(20)[0]
+    batch = {"sparse": (x.to_sparse(), y), "meta": (x.to("meta"), y), "meta labels": (x, y.to("meta"))}[kind]
+    with pytest.raises(UsageError, match="a batch has a tensor that is .*: give dense ones"):
+        collect(MODEL, [batch], CLASSES, held_out=0.25)
+
+
+def test_a_large_batch_is_added_in_pieces(monkeypatch):
+    """A transform of few characters widens features: a batch must not be widened as a whole."""
+    whole = collect(MODEL, LARGE, CLASSES, "pooled", "squares", held_out=0.25)
+    monkeypatch.setattr("unskew.statistics.collecting.BYTES", 8 * WIDTH)
+    most, include = [], FeatureStats._include
+
+    def watched(self, z, y, held=None):
+        most.append(len(z))
+        include(self, z, y, held)
+
+    monkeypatch.setattr(FeatureStats, "_include", watched)
+    pieces = collect(MODEL, LARGE, CLASSES, "pooled", "squares", held_out=0.25)
+    assert max(most) == 64
+    for one, other in ((whole, pieces), (whole.held_out, pieces.held_out)):
+        assert torch.equal(one.count, other.count)
+        assert (one.mean - other.mean).abs().max() < 1e-12
+        assert (one.scatter - other.scatter).abs().max() < 1e-9

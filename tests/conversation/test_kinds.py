@@ -173,3 +173,19 @@ def test_statistics_that_were_loaded_are_checked_as_far_as_they_tell(why):
     result = talk(serve(MODEL, NAMES, Task(form="pooled"), validated=False, require=1), ask)
     assert result.rosters[0].answered == ("a", "c", "d")
     assert result.rosters[0].absent["b"].status == "refused"
+
+
+def test_the_order_of_many_kinds_does_not_shut_an_honest_site_out():
+    """Four liars of a kind each, after one honest site and before all others."""
+    honest, liars = [f"h{at}" for at in range(6)], [f"l{at}" for at in range(KINDS)]
+    data = {site: examples(seed=at, n=200) for at, site in enumerate([*honest, *liars])}
+
+    def ask(request):
+        for site in request.sites:
+            found = collect_for(request, data[site])
+            inputs = f"float32[{100 + liars.index(site)}]" if site in liars else found.origin.inputs
+            yield site, Statistics.of(replace(found, origin=replace(found.origin, inputs=inputs)))
+
+    for order in ([*honest, *liars], [*liars, *honest], [honest[0], *liars, *honest[1:]]):
+        result = talk(serve(MODEL, order, PLAIN, validated=False, require=1), ask)
+        assert sorted(result.rosters[0].answered) == honest

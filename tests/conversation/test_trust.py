@@ -13,6 +13,7 @@ import torch
 from helpers.commands import blobs, tiny, unskew
 from helpers.pictures import MEAN, STD, folder_of, write_network
 from unskew import DataError, Experiment, UsageError, load_model
+from unskew.conversation.model_file import _beside
 from unskew.files import limits
 from unskew.files.writing import load_sealed, save_sealed
 from unskew.models import foreign
@@ -289,3 +290,14 @@ def test_transformers_is_never_asked_to_run_what_a_folder_brings(here, monkeypat
     with limits.changed("unbacked=10"), pytest.raises(DataError, match="transformers:vit': its network: 24 bytes"):
         foreign.load_module("transformers:vit")
     assert quiet(folder)
+
+
+def test_a_folders_name_makes_no_code_of_a_spec(tmp_path):
+    """A spec that names no code was put behind its folder, and the two together named some."""
+    folder = tmp_path / "evil.py:d"
+    folder.mkdir()
+    spec = "small-cnn:channels=1:x=.py:f"
+    (folder / "small-cnn:channels=1:x=.py").write_text("raise SystemExit")
+    (folder / "net.py").write_text("")
+    assert _beside(spec, folder / "model.safetensors") == spec
+    assert _beside("net.py:build", folder / "model.safetensors") == f"{folder / 'net.py'}:build"

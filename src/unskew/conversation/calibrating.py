@@ -247,10 +247,12 @@ class Gathering:
             found.each.append(bare.reduced("none"))
 
     def _make_room(self) -> None:
-        """Give up the sum of the fewest sites if there are too many kinds: it can't be what most send."""
+        """Give up the sum of the fewest sites, of several the newest, if there are too many kinds: it can't be what
+        most send.
+        """
         if len(self.sums) < KINDS:
             return
-        fewest = min(self.sums, key=lambda one: len(one.sites))
+        fewest = min(reversed(self.sums), key=lambda one: len(one.sites))
         self.sums.remove(fewest)
         about = ", ".join(f"{name} {value}" for name, value in asdict(fewest.origin).items()
                           if value is not None and name in ("inputs", "preparation"))  # fmt: skip

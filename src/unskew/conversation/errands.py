@@ -74,7 +74,7 @@ def scores_of(
             seen = seen.to("cpu" if z.device.type == "mps" else z.device)  # which has no float64
             seen._include(z.to(seen.mean.device), y.to(seen.mean.device))
             for head, module in heads.items():
-                scores[head] += scored(module.to(z.device)(z), y, classes)
+                scores[head] += scored(module.to(z.device)(z.to(next(module.parameters()).dtype)), y, classes)
             examples += len(held)
     if not seen.count.sum() > 0:
         why = f"; a share of {hold_out} of its examples is none: such a site need not answer" if hold_out else ""
@@ -102,7 +102,8 @@ def _check_same(name: str, seen: FeatureStats, held: FeatureStats, slight: float
     raise DataError(
         f"{name}: these are other examples than those held out of the statistics that were sent, so heads would be "
         "scored on what they are made of. Give the same data, unchanged, in the same order each time (a DataLoader "
-        "without shuffle=True, no random augmentation), and hold the same share out"
+        "without shuffle=True, no random augmentation; where texts are padded, batches of the same size), and hold the "
+        "same share out"
     )
 
 

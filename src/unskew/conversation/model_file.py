@@ -207,9 +207,12 @@ def _check_trusted(file: Path, spec: str, trust: bool) -> None:
 
 
 def _beside(spec: str, file: Path) -> str:
-    """A spec whose code lies beside the model's file, where it does."""
+    """A spec of code, which was asked for trust, whose file lies beside the model's, where it does. Any other stays as
+    it is: with the name of a folder before it, it could name code after all.
+    """
     code = file.parent / f"{spec.partition('.py:')[0]}.py"
-    return f"{code}:{spec.partition('.py:')[2]}" if ".py:" in spec and code.is_file() else spec
+    own = is_own(spec) and ".py:" in spec and code.is_file()
+    return f"{code}:{spec.partition('.py:')[2]}" if own else spec
 
 
 def open_model(

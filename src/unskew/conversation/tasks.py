@@ -372,11 +372,21 @@ def check_header(task: Task, path: object, file: object, header: Header) -> None
     form, _ = task.sent_as(header.classes, header.dimension)
     if form not in REDUCES[header.form]:
         pairs.append((f"the form {header.form}", form))
+    most = _most_held_out(header.examples, task.hold_out)
+    if (header.held_out or 0) > most:
+        pairs.append((f"{header.held_out:,} of {header.examples:,} examples held out", f"a share of {task.hold_out:g}"))
     for mine, told in pairs:
         if mine != told:
             raise DataError(
                 f"{file} has {mine}, but {path} asks for {told}: let the site collect again, for that task (--task)"
             )
+
+
+def _most_held_out(examples: int, share: float) -> int:
+    """The most of so many examples that a lot by that share holds out but by a chance below 1e-9. A site that held out
+    more would weigh more than others where heads are scored.
+    """
+    return math.ceil(share * examples + 6 * math.sqrt(share * (1 - share) * examples) + 6) if share else 0
 
 
 def check_nonce(task: Task, path: object, file: object, nonce: str | None) -> None:

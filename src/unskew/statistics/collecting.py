@@ -67,9 +67,11 @@ def collect(
     def include() -> None:
         nonlocal total
         z, y, held = map(torch.cat, zip(*waiting, strict=True))
-        total = total.to(z.device)
-        total._include(z, y.to(z.device), held.to(z.device) if held_out else None)
         waiting.clear()
+        total, together = total.to(z.device), rows * (ON_GPU if z.is_cuda else 1)
+        together = len(y) if len(y) <= 2 * together else together  # a large batch, which a transform widens, in pieces
+        for some, labels, apart in zip(*(part.split(max(together, 1)) for part in (z, y, held)), strict=True):
+            total._include(some, labels.to(z.device), apart.to(z.device) if held_out else None)
 
     with evaluating(model), torch.no_grad(), ThreadPoolExecutor(1) as aside:
         run = Runner(model.features)
@@ -117,6 +119,11 @@ def holding_out(batches: Iterable[tuple[Any, Tensor]], share: float) -> Iterator
 
 def _lots(x: Any, y: Tensor, share: float, place: int) -> Iterator[float]:
     """A number of 0 to 1 for each example of a batch, of which the first has this place in the data."""
+    for given in (*_tensors_in(x), y):
+        if given.is_meta or given.is_nested or given.layout != torch.strided:
+            kind = "meta" if given.is_meta else "nested" if given.is_nested else str(given.layout)
+            raise UsageError(f"held_out is {share}, but a batch has a tensor that is {kind}: give dense ones, with "
+                             "their numbers, or hold nothing out")  # fmt: skip
     found = [value.detach().cpu() for value in _tensors_in(x) if value.numel()]
     rows = [value for value in found if value.ndim and len(value) == len(y)]
     if not found and len(y):
