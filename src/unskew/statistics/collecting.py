@@ -68,6 +68,7 @@ def collect(
         nonlocal total
         z, y, held = map(torch.cat, zip(*waiting, strict=True))
         waiting.clear()
+        total._check(z, y)
         total, together = total.to(z.device), rows * (ON_GPU if z.is_cuda else 1)
         together = len(y) if len(y) <= 2 * together else together  # a large batch, which a transform widens, in pieces
         for some, labels, apart in zip(*(part.split(max(together, 1)) for part in (z, y, held)), strict=True):
