@@ -22,7 +22,7 @@ from unskew.models.inputs import parts_of
 from unskew.models.networks import Split, evaluating, linear
 from unskew.models.running import Runner, in_type_of
 from unskew.models.transforms import Transform
-from unskew.statistics.collecting import LEAST, collect, enough, holding_out
+from unskew.statistics.collecting import LEAST, check_dense, collect, enough, holding_out
 from unskew.statistics.file import size_of
 from unskew.statistics.header import PRECISIONS, kinds_of
 from unskew.statistics.moments import FORMS, FeatureStats
@@ -112,10 +112,8 @@ def _dense(batches: Batches) -> Batches:
     for batch in batches:
         x, y = batch if isinstance(batch, tuple | list) and len(batch) == 2 else ((), ())
         for _, value in (*parts_of(x), ("", y)):
-            if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
-                kind = "on the device meta" if value.is_meta else f"of layout {value.layout}"
-                raise UsageError(f"a batch has a tensor {kind}: give dense ones, as value.to_dense() makes them, with "
-                                 "their numbers")  # fmt: skip
+            if isinstance(value, Tensor):
+                check_dense(value)
         yield batch
 
 

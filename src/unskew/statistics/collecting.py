@@ -121,10 +121,7 @@ def holding_out(batches: Iterable[tuple[Any, Tensor]], share: float) -> Iterator
 def _lots(x: Any, y: Tensor, share: float, place: int) -> Iterator[float]:
     """A number of 0 to 1 for each example of a batch, of which the first has this place in the data."""
     for given in (*_tensors_in(x), y):
-        if given.is_meta or given.is_nested or given.layout != torch.strided:
-            kind = "meta" if given.is_meta else "nested" if given.is_nested else str(given.layout)
-            raise UsageError(f"held_out is {share}, but a batch has a tensor that is {kind}: give dense ones, with "
-                             "their numbers, or hold nothing out")  # fmt: skip
+        check_dense(given)
     found = [value.detach().cpu() for value in _tensors_in(x) if value.numel()]
     rows = [value for value in found if value.ndim and len(value) == len(y)]
     if not found and len(y):
@@ -142,6 +139,14 @@ def _lots(x: Any, y: Tensor, share: float, place: int) -> Iterator[float]:
         for value in ready:
             drawn.update(value[row].data)
         yield int.from_bytes(drawn.digest()) / 2**64
+
+
+def check_dense(value: Tensor) -> None:
+    """Refuse a tensor of a batch that holds no numbers, or only some of them."""
+    if value.is_meta or value.is_nested or value.layout != torch.strided:
+        kind = "on the device meta" if value.is_meta else "that is nested" if value.is_nested else ""
+        raise UsageError(f"a batch has a tensor {kind or f'of layout {value.layout}'}: give dense ones, as "
+                         "value.to_dense() makes them, with their numbers")  # fmt: skip
 
 
 def _tensors_in(x: Any) -> list[Tensor]:
