@@ -5,39 +5,44 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 TESTS  := -n 2 --dist worksteal
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+# Many tests start processes, which would compile all modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all test-models test-adversary bench docs format mutants golden wheel clean
+.PHONY: help demo test test-all checks tests test-exhaustive test-models test-adversary bench docs format mutants golden wheel clean
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.installed  ## train on skewed digits and calibrate: a minute after the installation
 	$(BIN)/unskew demo
 
-test: $(VENV)/.developing  ## formatting, lint, types and tests: under 6 minutes on 2 cores
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest $(TESTS) -m "not slow"
+test: checks  ## formatting, lint, types and tests: under 6 minutes on 2 cores
+	$(BIN)/python -m pytest $(TESTS) -m "not slow and not exhaustive"
 
-test-all: $(VENV)/.developing  ## the same, with the large products of cases and the wheel
+test-all: checks  ## the same, with longer tests and more cases, foreign models and the wheel: 6 minutes
+	$(MAKE) --no-print-directory -j 2 tests wheel
+	$(MAKE) --no-print-directory test-models
+
+checks: $(VENV)/.developing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+tests: $(VENV)/.developing
+	$(BIN)/python -m pytest $(TESTS) -m "not exhaustive"
+
+test-exhaustive: $(VENV)/.developing  ## all cases of all products: a quarter of an hour
 	$(BIN)/python -m pytest $(TESTS)
-	$(MAKE) test-models
-	$(MAKE) wheel
 
 test-adversary: $(VENV)/.developing  ## 20,000 mutated files, lying sites, 200 kills; figures to docs/explanation/promises.md: 20 minutes
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m adversary --mutants 20000 --kills 200 --out $(CURDIR)/docs/explanation/promises.md
 
 test-models: build/models/.installed  ## what needs torchvision, timm, transformers or pyarrow, in an environment of its own
-	build/models/bin/python -m pytest $(TESTS) tests/models/test_zoo.py tests/models/test_foreign.py tests/models/test_foreign_preparation.py tests/data/test_images.py tests/data/test_sites.py
+	build/models/bin/python -m pytest $(TESTS) -m "not exhaustive" tests/models/test_zoo.py tests/models/test_foreign.py tests/models/test_foreign_preparation.py tests/data/test_images.py tests/data/test_sites.py
 
 build/models/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/models
-	build/models/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,models,parquet]'
+	build/models/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,models,parquet]'
 	@touch $@
 
 bench: $(VENV)/.developing  ## measure speed, side by side with plain loops and peers: half an hour; on a GPU also lanes
@@ -77,7 +82,7 @@ golden: $(VENV)/.developing  ## write the stored results of tests/golden anew, f
 wheel: $(VENV)/.developing  ## build the wheel, install it into an environment of its own and run it there
 	rm -rf dist build/wheel && $(BIN)/python -m build --wheel --outdir dist .
 	$(PYTHON) -m venv build/wheel
-	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/unskew-*.whl
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt dist/unskew-*.whl
 	build/wheel/bin/unskew --version && build/wheel/bin/python -m unskew partition --json > /dev/null
 
 clean:  ## remove environments, caches and what was built; runs stay

@@ -3,7 +3,8 @@
     python examples/through_a_folder.py
 
 Sites a and b are processes of this file, c is lost. A request lies in the folder of each site that it is for, so a site
-needs to know its own name only; the reply is put beside it. When a file `done` is there, the conversation is over.
+needs to know its own name only; the reply is put beside it, or a sentence that says why there is none. When a file
+`done` is there, the conversation is over. Each conversation has a folder of its own.
 """
 
 import itertools
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 
 import unskew
 from unskew.conversation.messages import Request
+from unskew.files.untrusted import read_bytes
 
 SITES = ("a", "b", "c")
 PAUSE = 0.05  # seconds between two looks into the folder
+PATIENCE = 3600  # seconds after which a site gives up a server that says nothing
 
 
 def put(path: Path, content: bytes) -> None:
@@ -44,8 +47,10 @@ def asking(folder: Path, seconds: float) -> Callable[[Request], Iterator[tuple[s
         end = time.monotonic() + seconds
         while waiting:
             over = time.monotonic() > end  # asked before the last look, not after it
-            for site in [site for site, path in waiting.items() if path.exists()]:
-                yield site, waiting.pop(site).read_bytes()
+            for site, path in [*waiting.items()]:
+                if path.exists() or path.with_suffix(".failed").exists():
+                    del waiting[site]
+                    yield site, reply_in(path)
             if over:
                 break
             time.sleep(PAUSE)
@@ -55,19 +60,33 @@ def asking(folder: Path, seconds: float) -> Callable[[Request], Iterator[tuple[s
     return ask
 
 
+def reply_in(path: Path) -> bytes | unskew.Fault:
+    """What a site has put there. It is a stranger's file: a pipe, or one without end, is refused."""
+    try:
+        if path.exists():
+            return read_bytes(path, "memory")
+        return unskew.Fault("failed", read_bytes(path.with_suffix(".failed"), "text").decode(errors="replace"))
+    except unskew.DataError as error:
+        return unskew.Fault("failed", str(error))
+
+
 def attend(folder: Path, name: str, model: unskew.Split, batches: list[tuple[Tensor, Tensor]]) -> None:
     """A site's end: reply to every request for `name`, until the conversation is over."""
     (folder / name).mkdir(parents=True, exist_ok=True)  # here I am
     sent = None  # what it has sent first: its answer says by it whose it is
     for number in itertools.count(1):
-        request = folder / name / f"{number}.request"
+        request, end = folder / name / f"{number}.request", time.monotonic() + PATIENCE
         while not request.exists():
-            if (folder / "done").exists():
+            if (folder / "done").exists() or time.monotonic() > end:
                 return
             time.sleep(PAUSE)
-        said = unskew.reply(request.read_bytes(), model, batches, sent)
+        try:
+            said = unskew.reply(request.read_bytes(), model, batches, sent)
+        except Exception as error:  # what a site's data can raise is no closed list
+            put(request.with_suffix(".failed"), str(error).encode())
+            continue
         sent = sent or said
-        put(folder / name / f"{number}.reply", said.to_bytes())
+        put(request.with_suffix(".reply"), said.to_bytes())
 
 
 def network() -> unskew.Split:

@@ -224,7 +224,7 @@ def _pytest(root: Path, tests: str, out: Path) -> None:
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(root / "src"), str(root / "tests")]
     words = [word if word.startswith("-") or "/" not in word else f"tests/{word}" for word in tests.split()]
-    options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow", "--tb=line"]
+    options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not slow and not exhaustive", "--tb=line"]
     code = int(pytest.main([*options, "--hypothesis-seed=0", *words], [_Hasty()]))
     sys.stdout.flush()
     os._exit(code)
@@ -253,7 +253,7 @@ def tried(mutant: Mutant, root: Path) -> Found:
         place.write_text(before, encoding="utf-8")
     failed = [line for line in out.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR"))]
     told = failed[0].split(" - ")[0] if failed else ""
-    fate = "killed" if failed else {0: "survived", -1: "endless"}.get(code, "untested")
+    fate = {0: "survived", 1: "killed", 2: "killed", -1: "endless"}.get(code, "untested")  # 4: pytest refused its words
     return Found(mutant, fate, told, time.perf_counter() - began)
 
 

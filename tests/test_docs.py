@@ -183,13 +183,13 @@ def test_files_that_are_named_are_there(path: Path) -> None:
 def row_of(page: str, word: str) -> set[str]:
     """The names in backticks in the row of a table that begins with a word."""
     (row,) = re.findall(rf"(?m)^\| {word} \|.*$", (ROOT / page).read_text(encoding="utf-8"))
-    return set(re.findall(r"`(\w+)`", row))
+    return set(re.findall(r"`([\w-]+)`", row))
 
 
 def table_of(page: str, head: str) -> list[str]:
     """The names in backticks in the first column of a table whose head begins with a word."""
     (table,) = re.findall(rf"(?m)^\| {head} \|.*\n((?:\|.*\n)+)", (ROOT / page).read_text(encoding="utf-8"))
-    return re.findall(r"(?m)^\| `(\w+)` \|", table)
+    return re.findall(r"(?m)^\| `([\w-]+)` \|", table)
 
 
 def test_pages_name_what_the_registries_hold() -> None:
@@ -200,7 +200,7 @@ def test_pages_name_what_the_registries_hold() -> None:
     assert table_of("docs/reference/calibrators.md", "name") == [*calibrators, "auto"]
     assert table_of("docs/explanation/speed.md", "engine") == [name for name in engines if name in own]
     (option,) = (param for param in app.commands["run"].params if "--engine" in param.opts)
-    assert set(engines) <= set(re.findall(r"\w+", str(option.help)))
+    assert set(engines) <= set(re.findall(r"[\w-]+", str(option.help)))
 
 
 def test_the_numbers_of_methods_and_calibrators_are_right() -> None:

@@ -90,6 +90,7 @@ def test_calibration_by_hand(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_conversation_between_processes_with_a_lost_site(tmp_path):
     printed = output_of([sys.executable, "-W", "error", EXAMPLES / "through_a_folder.py"], tmp_path, 120)
     assert "statistics: 2 of 3 sites; c: missing (no reply within 5 s)" in printed
@@ -124,6 +125,28 @@ def test_a_site_that_is_lost_after_its_statistics_is_missing(tmp_path):
     example["put"](tmp_path / "done", b"")
     attend(tmp_path, "b", model, examples("b"))  # which finds its requests, replies, and ends
     assert {path.name for path in (tmp_path / "b").iterdir()} == {"1.request", "1.reply", "2.request", "2.reply"}
+
+
+def test_a_site_that_can_not_and_one_that_puts_a_pipe_there_have_failed(tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "through_a_folder.py"))
+    model, inner = example["network"](), example["asking"](tmp_path, seconds=30)
+
+    def ask(request):
+        example["put"](tmp_path / "b" / "1.request", request.to_bytes())
+        example["put"](tmp_path / "done", b"")  # each site ends when it has replied once
+        example["attend"](tmp_path, "b", model, [(torch.randn(200, 7), torch.arange(200) % 3)])
+        os.makedirs(tmp_path / "c")
+        os.mkfifo(tmp_path / "c" / "1.reply")
+        example["put"](tmp_path / "a" / "1.reply", unskew.reply(request, model, example["examples"]("a")).to_bytes())
+        return inner(request)
+
+    result = unskew.talk(
+        unskew.serve(model, example["SITES"], unskew.Task(form="pooled"), validated=False, require=1), ask
+    )
+    said = result.rosters[0].absent
+    assert [entry.status for entry in said.values()] == ["failed", "failed"]
+    assert "mat1 and mat2 shapes cannot be multiplied" in said["b"].why
+    assert "no regular file but a pipe" in said["c"].why
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> corpus.Corpus:
         os.chdir(here)
 
 
+@pytest.mark.slow
 def test_what_is_forged_without_a_lie_is_the_same_file(files) -> None:
     for original in files.originals:
         raw = original.path.read_bytes()
@@ -44,7 +45,7 @@ def test_what_is_forged_without_a_lie_is_the_same_file(files) -> None:
             assert laws.broken(raw) is None, original.path
 
 
-@pytest.mark.parametrize("mutants", [MUTANTS // 4, pytest.param(MUTANTS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mutants", [MUTANTS // 8, pytest.param(MUTANTS, marks=pytest.mark.exhaustive)])
 def test_mutated_files_are_refused_by_a_sentence(files, mutants) -> None:
     numbers = list(range(0, MUTANTS, MUTANTS // mutants))
     found = list(judging.verdicts(files, SEED, numbers))
@@ -75,11 +76,13 @@ def test_a_site_that_lies_is_refused_or_named(files, tmp_path) -> None:
         assert "liar_" in outcome.said, outcome
 
 
+@pytest.mark.slow
 def test_honest_sites_pass_however_odd(files, tmp_path) -> None:
     scene = malicious.Scene(files.federation, tmp_path / "scene")
     assert [(one.attack, one.said) for one in malicious.honest(scene) if one.ended != "accepted"] == []
 
 
+@pytest.mark.slow
 def test_strangers_replays_and_lying_answers_are_refused_or_named(files, tmp_path) -> None:
     found = list(strangers.tricks(strangers.staged(files.federation, tmp_path / "keys")))
     found += strangers.unsigned_answers(files.federation, tmp_path / "answers", flips=10)

@@ -12,9 +12,13 @@ from helpers.features import data, old, parts, total
 from helpers.twins import fedcof_head, lda_with_ridge
 from unskew.calibration.discriminants import fedcof, gnb, lda, ncm
 from unskew.calibration.ridge import strength
+from unskew.calibration.selection import calibrators
 from unskew.errors import UsageError
 from unskew.models.networks import linear
 from unskew.statistics.moments import FeatureStats, added
+
+EACH = pytest.mark.parametrize("make", calibrators.values())
+CLOSED = pytest.mark.parametrize("make", [make for name, make in calibrators.items() if name != "ccvr"])  # no draws
 
 
 def made(calibrator, sites, classifier=None, prior=None):
@@ -114,10 +118,10 @@ def test_the_spread_of_client_means_estimates_the_covariance_without_bias():
     assert (apart.T @ apart / (clients - 1)).numpy() == pytest.approx((mix.T @ mix).numpy(), abs=0.25)
 
 
-@pytest.mark.parametrize("make", [lda, gnb, ncm, fedcof])
+@CLOSED
 def test_however_the_data_are_cut_the_head_is_the_same(make):
     z, y = data()
-    if make is fedcof:  # it lives on the cut; but not on the order of the sites
+    if make().apart:  # it lives on the cut; but not on the order of the sites
         sites = parts(z, y, 6, "none")
         one, other = made(make(), sites), made(make(), sites[::-1])
     else:
@@ -128,7 +132,7 @@ def test_however_the_data_are_cut_the_head_is_the_same(make):
         assert mine.detach().numpy() == pytest.approx(theirs.detach().numpy(), rel=1e-8, abs=1e-8)
 
 
-@pytest.mark.parametrize("make", [lda, gnb, ncm, fedcof])
+@EACH
 def test_a_class_that_nobody_has_is_never_answered(make):
     z, y = data()
     z, y = z[y != 2], y[y != 2]
@@ -138,7 +142,7 @@ def test_a_class_that_nobody_has_is_never_answered(make):
     assert (head(z).argmax(1) == y).double().mean() > 0.5
 
 
-@pytest.mark.parametrize("make", [lda, gnb, ncm, fedcof])
+@CLOSED
 def test_heads_stand_behind_the_transform_of_their_statistics(make):
     z, y = data()
     sites = parts(z, y, 6, make().form, transform="unit")
@@ -154,12 +158,17 @@ def test_what_can_not_be_meant_is_refused():
         fedcof()(added(sites), old(), torch.Generator())
     with pytest.raises(UsageError, match="lda needs statistics of form pooled or class; these are of form 'none'"):
         made(lda(), sites)
-    for make in (lda, gnb, ncm):
-        with pytest.raises(UsageError, match="no bias"):
-            made(make(), parts(z, y, form=make().form), old(bias=False))
-    assert linear(made(fedcof(), sites, old(bias=False))).bias is None
-    with pytest.raises(UsageError, match="ncm knows no mix of classes"):
-        made(ncm(), sites, prior=torch.ones(4))
+    for make in calibrators.values():
+        own, bare = parts(z, y, form=make().form), old(bias=False)
+        if make().needs_bias:
+            with pytest.raises(UsageError, match="no bias"):
+                made(make(), own, bare)
+        else:
+            assert linear(made(make(), own, bare)).bias is None
+    for name, make in calibrators.items():
+        if not make().weighs:
+            with pytest.raises(UsageError, match=f"{name} knows no mix of classes"):
+                made(make(), parts(z, y, form=make().form), prior=torch.ones(4))
     for prior in (torch.ones(3), -torch.ones(4), torch.zeros(4), torch.full((4,), torch.nan)):
         with pytest.raises(UsageError, match="prior must be 4 numbers"):
             made(lda(), parts(z, y, form="pooled"), prior=prior)
@@ -223,7 +232,7 @@ def test_gnb_refuses_squares_that_the_models_type_can_not_hold():
     assert found == pytest.approx(GaussianNB().fit(z, y).predict_proba(z), abs=1e-3)
 
 
-@pytest.mark.parametrize("make", [lda, gnb])
+@pytest.mark.parametrize("make", [make for make in calibrators.values() if make().weighs])
 def test_a_class_that_is_not_expected_is_never_answered(make):
     z, y = data()
     head = made(make(), parts(z, y, form=make().form), prior=torch.tensor([0.0, 0.5, 0.25, 0.25]))

@@ -157,6 +157,7 @@ def test_virtual_features_are_the_mean_and_noise_times_the_root(n, d, form):
         assert part == pytest.approx(exact.numpy(), abs=1e-9)
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-6)])
 @pytest.mark.parametrize("d", [8, 60, 300])
 @pytest.mark.parametrize("kind", ["regular", "few", "still", "constant", "alike", "unequal", "far", "all"])
@@ -216,6 +217,7 @@ def test_root_in_float32_is_as_good_as_float32_can_be(n, raised, fails):
     assert (factor.double() @ factor.double().T - covariance).abs().max() < 1e-6 * covariance.diagonal().max()
 
 
+@pytest.mark.slow
 def test_root_of_singular_covariances_of_many_features():
     z, _ = features(40, d=300)
     covariance = torch.cov(z.T)

@@ -54,6 +54,7 @@ def first_of(work, name):
     return next(iter(sorted((work / "a" / "ant").iterdir()))).relative_to(work) if name.startswith("a/") else Path(name)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_force_replaces_no_input_by_whatever_name(work, command):
     arguments, option, inputs = COMMANDS[command]
@@ -88,6 +89,7 @@ def places(folder):
     yield "/proc/x/y", "can't be written to"
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("command", [*COMMANDS, "run", "demo", "table"])
 def test_what_cannot_be_written_is_refused_before_the_work_and_nothing_stays(work, command, monkeypatch):
     def working(*_, **__):

@@ -50,6 +50,7 @@ def looked_at(path: Path) -> np.ndarray:
     return pixels
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("classes", "clients"), [(10, 10), (100, 30), (2, 1)])
 def test_all_plots_of_a_run(classes, clients, tmp_path) -> None:
     made = run_plots(records_of(classes, clients), tmp_path)

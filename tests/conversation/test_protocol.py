@@ -247,6 +247,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @PHASE
 @pytest.mark.parametrize("status", FAULTS)
 def test_who_is_absent_is_named_and_policy_decides(number, phase, status):
@@ -490,7 +491,7 @@ FORGED = {
 def of_header(said, **changes):
     """A file of statistics with other values in its header, its digest right."""
     made, kinds, held = io.BytesIO(), {}, {}
-    with Reader(Content("said", said.content)) as file:
+    with Reader(Content("said", said.to_bytes())) as file:
         for name, _, piece in file.read():
             held.setdefault(name, []).append(piece)
         kinds = dict(file.kinds)

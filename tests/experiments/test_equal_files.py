@@ -51,7 +51,7 @@ def assert_equal(folders):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [["scaffold on lanes"], pytest.param([*RUNS], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [["scaffold on lanes"], pytest.param([*RUNS], marks=pytest.mark.exhaustive)])
 def test_runs(names, tmp_path):
     data, folders = blobs(tmp_path / "blobs.npz"), [tmp_path / "one", tmp_path / "a" / "longer" / "path"]
     commands = [["run", *tiny(data, **given), "--out", name] for name, given in RUNS.items() if name in names]

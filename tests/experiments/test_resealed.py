@@ -78,6 +78,7 @@ ROUNDS: dict[str, Change] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("change", ROUNDS)
 def test_a_checkpoint_that_was_changed_and_sealed_anew_is_refused(made: Path, tmp_path: Path, change: str) -> None:
     shutil.copytree(made / "half", tmp_path / "run")

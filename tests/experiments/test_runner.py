@@ -57,19 +57,16 @@ def wait_until(true, process) -> None:
 # ---------------------------------------------------------------------------------------------- stopping the iterator
 
 
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
+@pytest.mark.sampled(1, 4)
 @pytest.mark.parametrize(
     "changed",
     [
         {"method": "fedavgm:beta=0.5"},
-        slow({"fraction": 0.5, "method": "fedprox:mu=0.1", "schedule": "cosine"}),
-        slow({"norm": "batch", "engine": "batched", "augment": True}),
+        {"fraction": 0.5, "method": "fedprox:mu=0.1", "schedule": "cosine"},
+        {"norm": "batch", "engine": "batched", "augment": True},
         {"central": True, "steps": 3},
-        slow({"method": "scaffold+on_sphere:rows=simplex", "fraction": 0.5}),
-        slow({"method": "moon", "recalibrate": "ffc:every=2:ridge=1"}),
+        {"method": "scaffold+on_sphere:rows=simplex", "fraction": 0.5},
+        {"method": "moon", "recalibrate": "ffc:every=2:ridge=1"},
         {"method": "scaffold", "engine": "lanes", "fraction": 0.5},
     ],
     ids=["server state", "fraction", "batched", "central", "composed", "recalibrated", "lanes"],
@@ -171,8 +168,8 @@ def test_a_killed_run_goes_on_bit_for_bit_whenever_it_is_killed(data, tmp_path) 
     assert len(hits) >= 6, hits  # else the test has not done its work
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.sampled(0, 1)
+@pytest.mark.parametrize("seed", range(3))
 def test_a_run_killed_at_random_again_and_again_goes_on_bit_for_bit(data, tmp_path, seed) -> None:
     options = tiny(data, rounds=8, method="fedavgm", calibrate=CALIBRATIONS)
     out, errors, draw = tmp_path / "killed", tmp_path / "errors", random.Random(seed)
@@ -195,7 +192,8 @@ def test_a_run_killed_at_random_again_and_again_goes_on_bit_for_bit(data, tmp_pa
     assert hits == 3  # else the test has not done its work
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_and_its_like_say_how_to_go_on(data, tmp_path, sent) -> None:
     options, out, errors = tiny(data, rounds=12), tmp_path / "a folder", tmp_path / "errors"
     process = start(options, out, errors)
@@ -263,6 +261,7 @@ def damaged_at(place: float):
     return damage
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "damage",
     [
@@ -472,6 +471,7 @@ def accuracy(path: Path, data: Path) -> float:
     return score(load_model(path, trust=True), batches(loaded, test=True), loaded.classes).accuracy
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["fedavg", "fednova+on_sphere", "clsnorm+clsprox", "moon+projection:width=5",
                                     "frozen_head:rows=simplex", "on_sphere:rows=tammes"])  # fmt: skip
 def test_written_models_are_as_good_as_their_records_say(data, tmp_path, method) -> None:
@@ -544,10 +544,8 @@ def test_a_run_counts_what_travels(data, tmp_path) -> None:
     assert starts["scaffold"]["up_in_papers"] == 2 * starts["fedavg"]["up_in_papers"]
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [pytest.param("sequential", marks=pytest.mark.slow), pytest.param("lanes", marks=pytest.mark.slow), "batched"],
-)
+@pytest.mark.sampled(3, 8)
+@pytest.mark.parametrize("engine", ["sequential", "lanes", "batched"])
 @pytest.mark.parametrize(
     ("method", "personal"),
     [("fedavg", "all:epochs=1,head,ffc"), ("fedbabu", "head:epochs=2:lr=0.1"), ("lg_fedavg", "own"),

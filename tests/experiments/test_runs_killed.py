@@ -73,7 +73,7 @@ def test_a_killed_run_ends_as_an_unbroken_one(data, tmp_path, engine):
     assert kills  # else the test has not done its work
 
 
-@pytest.mark.parametrize("engine", [slow("sequential"), "lanes"])
+@pytest.mark.parametrize("engine", [pytest.param("sequential", marks=pytest.mark.exhaustive), slow("lanes")])
 def test_a_killed_table_ends_as_an_unbroken_one_and_its_processes_with_it(data, tmp_path, engine):
     command = table_of(small(data, engine))
     whole, took = timed(command, tmp_path / "whole")
@@ -82,7 +82,7 @@ def test_a_killed_table_ends_as_an_unbroken_one_and_its_processes_with_it(data, 
     assert kills
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, 1)  # `make test-adversary` kills 200
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("engine", [*METHODS, "table", "table on lanes"])
 def test_many_kills(data, tmp_path, engine, seed):
@@ -104,8 +104,8 @@ def wait_for(true, limit=60):
         time.sleep(0.02)
 
 
-@pytest.mark.slow  # at times a run has a record of one round more than its checkpoint: to be understood
-@pytest.mark.parametrize("sent", [slow(signal.SIGTERM), signal.SIGINT])
+@pytest.mark.sampled(0, 1)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_table_that_is_told_to_stop_keeps_what_its_runs_have_reached(data, tmp_path, sent):
     command = table_of(small(data, rounds=3000))
     process = command.start(tmp_path / "out", tmp_path / "errors")
@@ -119,9 +119,9 @@ def test_a_table_that_is_told_to_stop_keeps_what_its_runs_have_reached(data, tmp
     assert not list(tmp_path.rglob(".*"))
     for out in (tmp_path / "out" / "runs").iterdir():
         *_, last = read(out / "records.jsonl")
-        assert f'"number": {last["round"]},'.encode() in (out / "checkpoint.safetensors").read_bytes().replace(
-            b"\\", b""
-        )
+        kept = (out / "checkpoint.safetensors").read_bytes().replace(b"\\", b"")
+        # A record is written before its round is kept: a signal between the two leaves one more, which is dropped.
+        assert any(f'"number": {last["round"] - more},'.encode() in kept for more in (0, 1))
 
 
 @pytest.mark.slow
@@ -201,6 +201,7 @@ def test_a_worker_that_stands_still_is_named(ragged):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_worker_that_thinks_for_long_is_no_stone(ragged):
     """As long as it lives it may take its time, in Python or in a library."""
 
@@ -215,6 +216,7 @@ def test_a_worker_that_thinks_for_long_is_no_stone(ragged):
         assert list(train(toy_model(), ragged, method, rounds=1, steps=1, batch=8, engine=Workers(2)))
 
 
+@pytest.mark.slow
 def test_who_stands_still_is_noticed_though_others_answer():
     """The silence of one is counted from answer to answer of the other; not the time in which nobody looked."""
     (talker, says), (stone, _mute) = multiprocessing.Pipe(), multiprocessing.Pipe()
@@ -242,6 +244,7 @@ def test_who_stands_still_is_noticed_though_others_answer():
             time.sleep(1.1)  # as if we had been stopped ourselves
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sent", "words"), [(signal.SIGSTOP, "has stood still for"), (signal.SIGKILL, "died (SIGKILL)")]
 )

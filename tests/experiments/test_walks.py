@@ -122,6 +122,7 @@ def test_what_is_no_whole_model_is_refused_with_what_to_do(here, tmp_path):
 # ---------------------------------------------------------------------------------------------- calibrated later
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [
     {"calibrate": "ffc"}, {"calibrate": "none"}, {"calibrate": "none", "personal": "head"}, {"method": "clsnorm"},
 ])  # fmt: skip
@@ -231,6 +232,7 @@ def test_files_that_are_gone_are_told_before_anything_is_written(done, tmp_path)
     assert (answer.code, "model.safetensors is gone, though its run is finished" in answer.err) == (2, True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["calibrations", "rewrite", "write_text", "save_sealed"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_calibration_that_was_killed_is_mended_by_giving_it_again(done, tmp_path, monkeypatch, where, after):

@@ -59,6 +59,7 @@ def test_what_is_taken_is_measured() -> None:
     assert peak("len(b'x' * 1000)")[1] < 0.05
 
 
+@pytest.mark.slow
 def test_pt_files_take_no_more_than_they_hold(tmp_path: Path) -> None:
     for number, (make, _) in enumerate(BOMBS.values()):
         assert make(tmp_path / f"{number}.pt").stat().st_size < 2 * 10**6
@@ -269,6 +270,7 @@ def test_shapes_that_lie_are_refused(tmp_path: Path, content: bytes, words: str)
     assert str(path) in str(error.value)
 
 
+@pytest.mark.slow
 def test_archives_of_data_are_not_unpacked_beyond_the_limits(tmp_path: Path) -> None:
     zeros = npy("(300000000,)", "|u1", b"\0" * (3 * 10**8))
     places = {

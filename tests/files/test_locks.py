@@ -185,6 +185,7 @@ def test_a_finished_run_is_read_by_anybody(data, tmp_path):
     assert not (out / locks.NAME).exists()
 
 
+@pytest.mark.slow
 def test_two_that_start_together(data, tmp_path):
     """One does all, the other is refused, and every record stands once."""
     options, out = tiny(data, rounds=30), tmp_path / "run"

@@ -136,7 +136,12 @@ CASES = [case for case in sample(LOCALS) if case[0] in QUADRATIC]
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
+    ("name", "words"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[::5] if case not in QUICK),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES if case not in (*QUICK, *CASES[::5])),
+    ],
 )
 def test_it_ends_where_its_docstring_says(name, words):
     (algorithm, rule), local = QUADRATIC[name], LOCALS[words]
@@ -151,16 +156,9 @@ def test_it_ends_where_its_docstring_says(name, words):
     assert drift < 1e-12 if rule.cancels == "gradients" else drift > 1e-4
 
 
-@pytest.mark.parametrize(
-    "local", [pytest.param(PLAIN, marks=pytest.mark.slow), HEAVY._replace(lr=0.05)], ids=["plain", "momentum"]
-)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("scaffold", "feddyn, proximal") else pytest.mark.slow)
-        for name in ("scaffold", "scaffold-equal", "scaffold, proximal", "feddyn", "feddyn, proximal")
-    ],
-)
+@pytest.mark.sampled(2, 6)
+@pytest.mark.parametrize("local", [PLAIN, HEAVY._replace(lr=0.05)], ids=["plain", "momentum"])
+@pytest.mark.parametrize("name", ["scaffold", "scaffold-equal", "scaffold, proximal", "feddyn", "feddyn, proximal"])
 def test_corrected_methods_end_at_their_optimum_when_one_client_of_three_trains(name, local):
     algorithm, rule = QUADRATIC[name]
     model = problem.network()
@@ -174,6 +172,7 @@ def test_corrected_methods_end_at_their_optimum_when_one_client_of_three_trains(
     assert np.abs(elsewhere - optimum).max() > 0.05
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["fedavg", "fedavg-equal", "fedprox", "fednova", "fedadagrad"])
 def test_with_one_local_step_there_is_no_drift(name):
     algorithm, rule = QUADRATIC[name]
@@ -338,6 +337,7 @@ def test_with_moon_s_penalty_nothing_is_left_over(name):
         assert np.where(problem.part(rule.home), move, left) == pytest.approx(np.zeros_like(left), abs=1e-7)
 
 
+@pytest.mark.slow
 def test_moon_ends_beside_the_optimum_even_with_one_local_step():
     local = Local(0.2, 0.0, (1, 1, 1))
     without, penalised = (whole_vector(end(mse(moon(mu)), local, anchored()).params) for mu in (0.0, 0.5))
@@ -386,6 +386,7 @@ LOSSES = {  # the logits from inputs and all that learns, the loss, weight decay
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", LOSSES)
 def test_fedavg_with_one_local_step_ends_where_no_slope_is_left(spec):
     """Models and losses that methods name: the mean over all examples is stationary."""

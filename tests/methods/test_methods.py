@@ -61,12 +61,14 @@ SAME = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", SAME)
 def test_a_name_means_what_its_pieces_mean(spec, ragged):
     algorithm, model = SAME[spec]
     assert gap(trained(spec, ragged), last(algorithm, model("batch"), ragged)) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "spec", ["scaffold+fedprox:mu=0.3+fedopt", "moon+on_sphere+fedadam", "clsnorm+clsprox+fednova"]
 )
@@ -85,7 +87,6 @@ def combines(names):
 
 
 PAIRS = [pair for pair in itertools.combinations(pieces, 2) if combines(pair)]
-QUICK = PAIRS[::9]  # are trained by `make test`, the others by `make test-all`
 
 
 def test_many_pairs_combine_and_many_do_not():
@@ -93,10 +94,8 @@ def test_many_pairs_combine_and_many_do_not():
     assert 0.5 * everything < len(PAIRS) < 0.9 * everything
 
 
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param(pair, id="+".join(pair), marks=[] if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
-)
+@pytest.mark.sampled(8, 32)
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
 def test_a_pair_that_combines_trains_the_same_in_both_engines_and_differs_from_each_alone(names, ragged):
     if "ce" in names:  # of temperature 1 it is what there is already
         names = tuple("ce:temperature=5" if name == "ce" else name for name in names)
@@ -205,6 +204,7 @@ TABLE_3 = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cell", TABLE_3)
 def test_the_ablation_of_table_3_is_expressible(cell, ragged):
     loss, fixed, norm = cell
@@ -264,6 +264,7 @@ def example():
     return module
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("norm", ["group", "batch", "none"])
 @pytest.mark.parametrize("spec", [f"{EXAMPLE}:fedexp", f"{EXAMPLE}:fedexp:eps=0.1+on_sphere",
                                   f"fednova+{EXAMPLE}:clipped:norm=0.5+on_sphere",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge
 
-from helpers.methods import FEW, METHODS, PAPERS, POLICIES, PRODUCT, model_for
+from helpers.methods import METHODS, PAPERS, POLICIES, PRODUCT, model_for
 from helpers.rounds import everything, gap
 from helpers.toys import toy_data, toy_model
 from unskew.calibration.ridge import ffc
@@ -40,9 +40,8 @@ def test_proximal_of_strength_zero_is_its_base(ragged):
     assert gap(last(fedprox(0.1), ragged), last(fedavg(), ragged)) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FEW[::2] else pytest.mark.slow) for name in METHODS]
-)
+@pytest.mark.sampled(8, 24)
+@pytest.mark.parametrize("name", METHODS)
 def test_server_without_momentum_is_its_base_for_every_base(name, ragged):
     base = METHODS[name]
     model = model_for(name, "batch")
@@ -111,6 +110,7 @@ def test_feddyn_with_one_client_stays_at_its_client():
         assert first.params[name] == pytest.approx(twice.numpy(), abs=1e-10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_wrapper_never_drops_what_its_base_does(policy, ragged):
     """Each base differs from fedavg under each policy."""

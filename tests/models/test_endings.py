@@ -100,6 +100,7 @@ def renewed(cut: Split) -> None:
     cut.classifier = linear_of(torch.randn(old.weight.shape, generator=draw), bias)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", EXACT)
 def test_an_ending_is_cut_through_and_a_new_head_put_back(name: str, tmp_path: Path) -> None:
     module, example, layer, dimension, end = EXACT[name]
@@ -227,6 +228,7 @@ class Fields:
 Pair = namedtuple("Pair", "boxes classes")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("widths", [(3, 3), (4, 3)])
 @pytest.mark.parametrize(
     "wrap",

@@ -40,6 +40,7 @@ def test_a_simplex_has_equal_angles(classes, dimension):
     assert (cosines - expected).abs().max() < 1e-10
 
 
+@pytest.mark.slow
 def test_tammes_spreads_rows_apart():
     rows = tammes(12, 3, generator(0))  # the icosahedron's corners are the best: 63.43 degrees
     assert rows.norm(dim=1) == pytest.approx(torch.ones(12).numpy())

@@ -248,7 +248,7 @@ def comes_back(spec: str) -> Split:
     return cut
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, 18)
 @pytest.mark.parametrize("spec", architectures())
 def test_common_architectures_come_back(spec: str) -> None:
     comes_back(spec)

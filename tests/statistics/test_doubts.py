@@ -65,6 +65,7 @@ def head_of(stats):
 # -------- Lies --------
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lie", sorted(set(LIES) - SUBTLE))
 def test_who_lies_is_refused_and_nobody_else(digits, form, lie):
@@ -158,6 +159,7 @@ def test_counts_have_a_limit(digits):
 # -------- Honest, and odd --------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_honest_sites_of_any_mix_are_not_refused(digits, form):
     for number, alpha in ((1, None), (2, None), (2, 0.05), (3, 0.1), (10, 0.05), (40, 0.1)):
@@ -195,6 +197,7 @@ def test_sizes_may_differ_by_a_thousand():
     assert not refused([site(7) for _ in range(200)])
 
 
+@pytest.mark.sampled(5, 9)
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16", "int16"])
 @pytest.mark.parametrize("transform", ["identity", "relu-tukey:0.5", "squares", "unit"])
 def test_what_files_round_is_not_doubted(digits, tmp_path, precision, transform):
@@ -210,6 +213,7 @@ def test_what_files_round_is_not_doubted(digits, tmp_path, precision, transform)
         check_sum(total, False, seen[0].step)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_few_features_leave_much_to_chance(form):
     """With a feature or two, a site's squares differ by a lot, and of many classes some are extreme."""

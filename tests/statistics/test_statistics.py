@@ -11,7 +11,7 @@ from torch import nn
 from helpers.features import features, total
 from helpers.toys import toy_data, toy_model
 from helpers.twins import class_moments
-from unskew.calibration.selection import calibrate
+from unskew.calibration.selection import calibrate, calibrators
 from unskew.errors import DataError, UsageError
 from unskew.models.evaluate import batches
 from unskew.models.networks import Split, linear
@@ -366,11 +366,7 @@ def test_statistics_collected_on_a_gpu_are_those_of_a_cpu(form):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        *(("ccvr", "class"), ("ccvr", "diagonal"), ("ffc:choose=true", "pooled"), ("lda", "pooled")),
-        *(("gnb", "diagonal"), ("ncm", "none"), ("fedcof", "none")),
-    ],
+    ("name", "form"), [(name, form) for name, make in calibrators.items() for form in make().forms]
 )
 @pytest.mark.parametrize("d", [6, 200])
 def test_a_head_made_on_a_gpu_is_that_of_a_cpu(name, form, d):

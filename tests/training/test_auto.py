@@ -68,6 +68,7 @@ def test_lanes_pay_when_they_save_more_than_their_preparation(long, monkeypatch)
     assert choose_engine(long).engine == "batched"
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_remembered(long, tmp_path, monkeypatch):
     first = choose_engine(long)
     assert set(first.speeds) == {"sequential", "batched", "workers"}

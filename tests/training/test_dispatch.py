@@ -45,6 +45,7 @@ def pair(name, federation, norm, lanes, **options):
     return expected, found
 
 
+@pytest.mark.sampled(10, 20)
 @pytest.mark.parametrize(("name", "norm"), list(zip(FEW, itertools.cycle(NORMS), strict=False)))
 def test_lanes_equal_sequential(name, norm, ragged):
     expected, found = pair(name, ragged, norm, lanes=4)
@@ -53,7 +54,7 @@ def test_lanes_equal_sequential(name, norm, ragged):
     assert found.cohort == expected.cohort
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, 24)
 @pytest.mark.parametrize(("name", "norm", "lanes", "setting"), sample(NORMS, (1, 3, 8), SETTINGS))
 def test_lanes_equal_sequential_in_every_setting(name, norm, lanes, setting, ragged):
     assert gap(*pair(name, ragged, norm, lanes, **SETTINGS[setting])) < 1e-9
@@ -103,6 +104,7 @@ def test_runs_of_any_shape_equal_sequential(data):
         assert gap(expected, last[number]) < 1e-9
 
 
+@pytest.mark.slow
 def test_methods_of_one_step_share_lanes(ragged):
     """FedAvg, FedAvgM and FedNova differ on the server alone, SCAFFOLDs in weights, the others in numbers."""
     given = {"rounds": 2, "epochs": 2, "batch": 8, "lr": 0.05}

@@ -27,6 +27,7 @@ def rounds(name, federation, norm, engine, **options):
     return list(train(model_for(name, norm), federation, METHODS[name], engine=engine, **settings))
 
 
+@pytest.mark.sampled(10, 20)
 @pytest.mark.parametrize(("name", "norm"), list(zip(FEW, itertools.cycle(NORMS), strict=False)))
 def test_batched_equals_sequential(name, norm, ragged):
     one, other = (rounds(name, ragged, norm, engine) for engine in (sequential, batched))
@@ -52,7 +53,7 @@ def test_other_settings(name, options, ragged):
     assert gap(one, other) < 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, 24)
 @pytest.mark.parametrize(("name", "norm", "setting"), sample(NORMS, SETTINGS))
 def test_every_setting(name, norm, setting, ragged):
     one, other = (rounds(name, ragged, norm, engine, **SETTINGS[setting])[-1] for engine in (sequential, batched))
@@ -79,9 +80,6 @@ def test_dropout_is_reproducible_and_leaves_the_global_generator_alone(engine, r
     assert gap(first, go()) == 0
 
 
-KEEPING = ("fedavg", "moon", "scaffold", "feddyn", "moon, body at home", "scaffold, head at home, in turns")
-
-
 @pytest.mark.parametrize("engine", [sequential, batched])
 def test_what_a_method_freezes_or_keeps_at_home(engine, ragged):
     start = toy_model("batch").state_dict()
@@ -93,9 +91,8 @@ def test_what_a_method_freezes_or_keeps_at_home(engine, ragged):
     assert all("features.0.weight" in c.own and "classifier.weight" not in c.own for c in home.clients.values())
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in KEEPING else pytest.mark.slow) for name in METHODS]
-)
+@pytest.mark.sampled(6, 20)
+@pytest.mark.parametrize("name", METHODS)
 def test_absent_clients_keep_what_they_keep_and_the_others_go_on_from_theirs(name, ragged):
     """Over rounds with one client of three: what it left is bit for bit what it finds."""
     history = rounds(name, ragged, "batch", batched, fraction=0.3, rounds=5)

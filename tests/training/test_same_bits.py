@@ -76,13 +76,14 @@ def assert_lanes_go_on(runs, stops, lanes=(4,)):
 STOPS = [(0, 2, 1), (1, 1, 1), (2, 0, 0), (3, 1, 2)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_that_share_lanes_go_on_to_the_same_bits(name):
     model = model_for(name, "batch").float()
     assert_lanes_go_on(together(model, federation_of(), METHODS[name]), STOPS)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, 13)
 @pytest.mark.parametrize(("name", "norm", "first", "second"), sample(NORMS, range(4), range(0, 5, 2)))
 def test_runs_that_share_lanes_go_on_to_the_same_bits_for_every_method(name, norm, first, second):
     runs = together(model_for(name, norm).float(), federation_of(), METHODS[name])
@@ -90,8 +91,9 @@ def test_runs_that_share_lanes_go_on_to_the_same_bits_for_every_method(name, nor
     assert_lanes_go_on(runs, [(first, second, third), (3 - first, 4 - second, 2 - third)], lanes=(4, 3))
 
 
+@pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize("options", [{"augment": True}, {"epochs": 2}, {"recalibrate": (ffc(1.0), 2), "fraction": 1.0}])
-@pytest.mark.parametrize("side", [8, pytest.param(28, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("side", [8, 28])
 def test_other_settings_and_a_larger_network(side, options):
     assert_lanes_go_on(together(network_of(side), federation_of(side), scaffold(), (2, 3), **options), [(1, 2), (0, 1)])
 
@@ -139,16 +141,10 @@ def test_a_step_that_gives_other_bits_for_other_numbers_of_lanes_is_taken_in_pai
 
 
 GOING_ON = ("fedadam", "moon, body at home", "scaffold", "fedavg")
-QUICK = list(zip(ENGINES, itertools.cycle(GOING_ON), strict=False))
 
 
-@pytest.mark.parametrize(
-    ("engine", "name"),
-    [
-        pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow)
-        for pair in itertools.product(ENGINES, GOING_ON)
-    ],
-)
+@pytest.mark.sampled(4, 8)
+@pytest.mark.parametrize(("engine", "name"), list(itertools.product(ENGINES, GOING_ON)))
 def test_a_training_goes_on_after_any_round(engine, name):
     run, chosen = (
         together(model_for(name, "batch").float(), federation_of(), METHODS[name], (4,))[0],

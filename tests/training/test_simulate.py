@@ -32,6 +32,7 @@ from unskew.training.simulate import train
 from unskew.training.training import Diverged, Training
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", [sequential, batched])
 @pytest.mark.parametrize("name", ["fedavg", "fedadam", "scaffold", "moon, body at home", "feddyn"])
 def test_a_run_that_goes_on_from_any_round_ends_the_same(engine, name, ragged):

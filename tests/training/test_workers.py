@@ -62,19 +62,20 @@ def assert_same(model, federation, method, processes=2, **options):
 
 # ---------------------------------------------------------------------------------------------- the same bits
 
-QUICK = [
+FIRST = [
     ("fedavg", "none"), ("fedavgm", "group"), ("fednova", "batch"), ("scaffold", "batch"), ("moon", "batch"),
     ("feddyn", "group"), ("moon, body at home", "batch"), ("scaffold, head at home, in turns", "batch"),
     ("fedprox, on sphere", "none"), ("scaffold, server of two states", "batch"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "norm"), QUICK)
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("name", "norm"), FIRST)
 def test_workers_equal_sequential(name, norm, ragged):
     assert_same(model_for(name, norm), ragged, METHODS[name])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(0, 12)
 @pytest.mark.parametrize(("name", "norm"), sample(NORMS))
 def test_workers_equal_sequential_for_every_method(name, norm, ragged):
     assert_same(model_for(name, norm), ragged, METHODS[name], fraction=0.7, augment=True)

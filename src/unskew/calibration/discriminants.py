@@ -1,4 +1,4 @@
-"""Further calibrators: classifiers of Gaussian classes in closed form, for each rung of the bandwidth ladder.
+"""Further calibrators: classifiers of Gaussian classes in closed form, for each form of statistics.
 
 `lda` takes one covariance for all classes (pooled moments; FedCGS sends the same), `gnb` variances for each class
 (diagonal), `ncm` nothing but means (none), and `fedcof` estimates covariances from how far the clients' means lie

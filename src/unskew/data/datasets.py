@@ -115,14 +115,27 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = 255.0 if x.dtype == torch.uint8 else 1.0
     count = x.numel() // x.shape[1]
     mean = square = torch.zeros(1, dtype=torch.float64, device=x.device)  # grow to (channels, 1, 1)
-    for _, chunk in _chunks(x):
-        mean = mean + chunk.sum(axes, dtype=torch.float64).view(shape) / count
-    for _, chunk in _chunks(x):
-        square = square + (chunk - mean).square().sum(axes).view(shape) / count
+    if x.dtype == torch.uint8:  # 256 values: how often each stands there is exact, and soon counted
+        levels, held = torch.arange(256, dtype=torch.float64, device=x.device), _histograms(x)
+        mean = (held @ levels / count).view(shape)
+        square = (held * (levels - mean.view(-1, 1)).square()).sum(1).view(shape) / count
+    else:
+        for _, chunk in _chunks(x):
+            mean = mean + chunk.sum(axes, dtype=torch.float64).view(shape) / count
+        for _, chunk in _chunks(x):
+            square = square + (chunk - mean).square().sum(axes).view(shape) / count
     std = square.sqrt()
     # What float32 can't resolve is rounding, not variation; dividing by it would blow test examples up.
     std = torch.where(std > 1e-7 * mean.abs(), std / scale, 1.0)
     return (mean / scale).float(), std.float()
+
+
+def _histograms(x: Tensor) -> Tensor:
+    """How often each of 256 values stands in each channel, (channels, 256)."""
+    held = torch.zeros(x.shape[1], 256, dtype=torch.float64, device=x.device)
+    for _, chunk in _chunks(x):
+        held += torch.stack([channel.flatten().bincount(minlength=256) for channel in chunk.unbind(1)])
+    return held
 
 
 def dataset(

@@ -5,7 +5,7 @@ are *added* (`a + b`, see `merging.py`), so the sum over clients does not depend
 (CCVR Equations 2 to 4) and the normal equations (SphereFed Equations 9, 10) are derived from the sum. They are kept
 about the class means: features far from zero lose hardly a digit.
 
-The scatter comes in four forms, a ladder of bandwidth: "class" (a matrix per class), "pooled" (one matrix), "diagonal"
+The scatter comes in four forms, the largest file first: "class" (a matrix per class), "pooled" (one matrix), "diagonal"
 (the variances per class), "none". Matrices are symmetric and stored as packed triangles. `file.py` keeps them on
 disk, and adds files without ever holding more than one copy.
 

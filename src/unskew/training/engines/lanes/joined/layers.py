@@ -175,6 +175,10 @@ def _rounded_like(w: Tensor, dtype: torch.dtype) -> Tensor:
 @operation("rounded(Tensor w, ScalarType dtype) -> Tensor", _rounded_like)
 def rounded(w: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy in another precision."""
+    if w.is_cuda:
+        from unskew.training.engines.lanes.joined import triton_kernels
+
+        return triton_kernels.rounded(w, _rounded_like(w, dtype))
     return _rounded_like(w, dtype).copy_(w)
 
 

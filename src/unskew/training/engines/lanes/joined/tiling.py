@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-PROGRAMS = 528  # that fill a GPU: four for each multiprocessor of an H200
+PROGRAMS = 264  # that fill a GPU: two for each multiprocessor of an H200
 
 
 def power(number: int) -> int:
@@ -20,8 +20,10 @@ def depth(channels: int) -> int:
     return min(64, max(16, power(channels)))
 
 
-def product(columns: int, inner: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile of images, its warps, and loads under way."""
+def product(rows: int, columns: int, inner: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and depth of a tile of images, its warps, and loads under way; `rows` are those of all lanes."""
+    if columns % 256 == 0 and rows // 128 * (columns // 256) >= PROGRAMS:
+        return 128, 256, depth(inner), 8, 3
     return 128, width(columns), depth(inner), 8 if columns > 64 else 4, 3
 
 
@@ -56,12 +58,13 @@ def depthwise_split(lanes: int, channels: int, k: int, pixels: int) -> tuple[int
     return tiles, *_split(pixels, high, tiles * lanes)
 
 
-NORM = 16_384  # elements of a norm's tile
+NORM = 4_096  # elements of a norm's tile; of small images, which it holds as a whole, a quarter
+SMALL = 64  # pixels
 
 
 def of_norm(pixels: int, channels: int, groups: int) -> tuple[int, int, int, int]:
     """Pixels, groups and channels of a group that a program holds at once, and its warps."""
-    deep = power(channels // groups)
-    high = max(1, min(power(pixels), NORM // deep))
-    most = min(groups & -groups, max(1, NORM // (high * deep)), max(1, 64 // deep))  # 128 bytes side by side
-    return high, most, deep, max(1, min(8, high * most * deep // 512))
+    deep, most = power(channels // groups), NORM if pixels > SMALL else NORM // 4
+    high = max(1, min(power(pixels), SMALL, most // deep))
+    wide = min(groups & -groups, max(1, most // (high * deep)), max(1, 64 // deep))  # 128 bytes side by side
+    return high, wide, deep, max(1, min(8, high * wide * deep // 512))

@@ -221,6 +221,14 @@ def _patches(
     tl.store(y + lane * rows * N + m[:, None] * N + n[None, :], made, mask=(m < rows)[:, None] & (n < N)[None, :])
 
 
+@triton.jit
+def _rounded(w, y, apart, N, BN: tl.constexpr):
+    lane = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    made = tl.load(w + lane * apart + n, mask=n < N, other=0.0)
+    tl.store(y + lane * N + n, made.to(y.dtype.element_ty), mask=n < N)
+
+
 # ---------------------------------------------------------------------------------------------- launches
 
 
@@ -240,7 +248,7 @@ def _pixels(images: Tensor) -> int:
 def forward(x: Tensor, w: Tensor, stride: int, padding: int, y: Tensor) -> Tensor:
     """See `layers.convolve`."""
     x, w, rows, outputs = x.contiguous(), w.contiguous(), _pixels(y), y.shape[-1]
-    *tile, warps, stages = tiling.product(outputs, x.shape[-1])
+    *tile, warps, stages = tiling.product(len(x) * rows, outputs, x.shape[-1])
     grid = triton.cdiv(rows, tile[0]) * triton.cdiv(outputs, tile[1]), len(x)
     _forward[grid](
         x, w, y, rows, *_sizes(x, y, w.shape[2], stride, padding), _precision(x), *tile,
@@ -254,7 +262,7 @@ def inputs(g: Tensor, w: Tensor, stride: int, padding: int, dx: Tensor) -> Tenso
     g, w = g.contiguous(), w.contiguous()
     lanes, batch, height, width, channels = dx.shape
     rows = batch * triton.cdiv(height, stride) * triton.cdiv(width, stride)
-    *tile, warps, stages = tiling.product(channels, g.shape[-1])
+    *tile, warps, stages = tiling.product(lanes * rows * stride * stride, channels, g.shape[-1])
     grid = triton.cdiv(rows, tile[0]) * triton.cdiv(channels, tile[1]), lanes, stride * stride
     _inputs[grid](
         g, w, dx, rows, *_sizes(dx, g, w.shape[2], stride, padding), _precision(g), *tile,
@@ -319,4 +327,11 @@ def patches(x: Tensor, k: int, stride: int, padding: int, y: Tensor) -> Tensor:
     x, rows, (_, _, channels, height, width) = x.contiguous(), _pixels(y), x.shape
     sizes = height, width, channels, *y.shape[2:], k, stride, padding
     _patches[triton.cdiv(rows, 64), triton.cdiv(y.shape[-1], 32), len(x)](x, y, rows, *sizes, 64, 32)
+    return y
+
+
+def rounded(w: Tensor, y: Tensor) -> Tensor:
+    """See `layers.rounded`. Lanes may lie apart."""
+    w, size = w if w[0].is_contiguous() else w.contiguous(), w[0].numel()
+    _rounded[triton.cdiv(size, 4096), len(w)](w, y, w.stride(0), size, 4096)
     return y
