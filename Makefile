@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 # Many tests start processes, which would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all checks tests test-exhaustive test-models test-adversary bench docs format mutants golden wheel clean
+.PHONY: help demo test test-all checks tests test-exhaustive test-models test-flower test-adversary bench docs format mutants golden wheel clean
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -43,6 +43,14 @@ test-models: build/models/.installed  ## what needs torchvision, timm, transform
 build/models/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/models
 	build/models/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,models,parquet]'
+	@touch $@
+
+test-flower: build/flower/.installed  ## the app on Flower: simulation, deployments on loopback, lost and lying sites: 15 minutes
+	build/flower/bin/python -m pytest -m "not exhaustive" tests/flower
+
+build/flower/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/flower
+	build/flower/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,flower]'
 	@touch $@
 
 bench: $(VENV)/.developing  ## measure speed, side by side with plain loops and peers: half an hour; on a GPU also lanes

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from unskew.errors import DataError
+
 Tree = dict[str, Tensor]
 
 
@@ -67,3 +69,20 @@ def stack(trees: Sequence[Tree]) -> Tree:
 def rows(tree: Tree, index: slice | int) -> Tree:
     """One client (an integer) or several (a slice) of a stacked tree."""
     return {name: value[index] for name, value in tree.items()}
+
+
+def check_alike(where: str, found: Tree, expected: Tree) -> None:
+    """Refuse tensors of other names, shapes or types than are expected, and those that hold no numbers.
+
+    >>> check_alike("client 3", {"w": torch.ones(2)}, {"w": torch.ones(3)})
+    Traceback (most recent call last):
+    unskew.errors.DataError: client 3: 'w' is (2,) torch.float32; expected is (3,) torch.float32
+    """
+    if odd := sorted(set(found) ^ set(expected)):
+        raise DataError(f"{where}: it has or lacks {odd[0]!r}, unlike what is expected")
+    for name, value in found.items():
+        mine, theirs = (f"{tuple(one.shape)} {one.dtype}" for one in (value, expected[name]))
+        if mine != theirs:
+            raise DataError(f"{where}: {name!r} is {mine}; expected is {theirs}")
+        if not torch.isfinite(value).all():
+            raise DataError(f"{where}: {name!r} holds NaN or infinity")

@@ -133,6 +133,7 @@ def test_lists_are_whole_at_any_width(kind, columns):
         assert name in narrow.replace("\n", " ") or len(name) > console.NARROW
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_a_partition_shows_all_counts_at_any_width(tmp_path, monkeypatch, columns):
     monkeypatch.chdir(tmp_path)
@@ -145,6 +146,7 @@ def test_a_partition_shows_all_counts_at_any_width(tmp_path, monkeypatch, column
     assert [word for part in shown for word in part] == row[1:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_a_run_shows_all_its_numbers_at_any_width(tmp_path, monkeypatch, columns):
     monkeypatch.chdir(tmp_path)
@@ -326,6 +328,7 @@ def test_texts_in_headers_do_not_act(tmp_path, monkeypatch):
         assert "x1b" in answer.out + answer.err or "u001b" in answer.out
 
 
+@pytest.mark.slow
 def test_many_classes_are_inspected_in_seconds_and_shown_on_a_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     many = 90_000

@@ -46,13 +46,13 @@ def test_an_engine_of_ones_own(ragged):
 
 
 def test_an_engine_of_ones_own_by_its_name(ragged, tmp_path, monkeypatch):
-    monkeypatch.setitem(engines, "backwards", backwards)
+    monkeypatch.setitem(engines, "mine", backwards)
     last = [[*train(toy_model(), ragged, fedavg(), rounds=1, batch=8, engine=name)][-1]
-            for name in ("backwards", "sequential")]  # fmt: skip
+            for name in ("mine", "sequential")]  # fmt: skip
     assert all(torch.equal(value, last[1].params[name]) for name, value in last[0].params.items())
     settings = {"rounds": 1, "epochs": 1, "clients": 3, "calibrate": "none", "threads": 1}
     records = [list(run(Experiment(engine=name, **settings), tmp_path / name))
-             for name in ("backwards", "sequential")]  # fmt: skip
+             for name in ("mine", "sequential")]  # fmt: skip
     assert [record.kind for record in records[0]] == ["start", "round", "calibration", "end"]
     assert records[0][1].accuracy == records[1][1].accuracy
     assert records[0][-1].speed["client_steps"] == records[1][-1].speed["client_steps"] > 0
@@ -88,7 +88,7 @@ def test_a_training_that_diverges_does_not_stop_the_others(engine, ragged):
     assert list(error.value.runs) == [0, 2]
 
 
-@pytest.mark.parametrize("name", [name for name in engines if name not in ("workers", "auto")])
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "workers"])
 def test_what_an_engine_executes_is_counted(name, ragged):
     usage, training = Usage(), trainings(ragged, 0.05)[0]
     rounds = [round for _, round in engine_with(name, usage, count=2).rounds([training])]

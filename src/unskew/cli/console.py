@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from rich import box, table as drawn
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -43,7 +44,7 @@ from unskew.training.engines.lanes.timetable import Usage
 
 PIPE = 160  # columns of what nobody watches, where a table does not need more
 ENDLESS = 100_000
-NARROW = 12  # columns that text keeps at least, if it has so many
+NARROW = 16  # columns that text keeps at least, if it has so many
 CELL, HEADING = 300, 60  # characters that are shown of a cell and of a heading
 
 # ---------------------------------------------------------------------------------------------- what a terminal gets
@@ -161,6 +162,25 @@ def show(thing: str | Table = "", whole: bool = False) -> None:
         text = isinstance(part, str)
         console = Console(highlight=False, markup=False, emoji=False, width=width if text and width else ENDLESS)
         console.print(part, soft_wrap=text and not width)
+
+
+def changing(tables: Iterable[Table]) -> None:
+    """Show a table that changes, in its place on a terminal; elsewhere a line for each row that is another than it was,
+    by its first cell.
+    """
+    if sys.stdout.isatty():
+        console = Console(highlight=False, markup=False, emoji=False)
+        with Live(console=console, refresh_per_second=4, transient=False) as live:
+            for table in tables:
+                live.update(Group(*parts_of(_cleaned(table), shutil.get_terminal_size().columns)))
+        return
+    before: dict[str, tuple[str, ...]] = {}
+    for table in tables:
+        for row in table.rows:
+            if before.get(row[0]) != tuple(row):
+                before[row[0]] = tuple(row)
+                show(f"{row[0]}: " + ", ".join(f"{column.name} {cell}".strip() for column, cell in
+                                               zip(table.columns[1:], row[1:], strict=True) if cell))  # fmt: skip
 
 
 def _cleaned(table: Table) -> Table:

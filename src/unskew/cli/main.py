@@ -1,5 +1,5 @@
-"""The command line: the group of all commands, `unskew list`, `partition` and `key`; `run`, `sites`, `server` and
-`tasks` have the others.
+"""The command line: the group of all commands, `unskew list`, `partition` and `key`; `run`, `sites`, `server`, `tasks`
+and `flower` have the others.
 
 Exit codes: 0 done, 1 failed, 2 wrong use; stopped by Ctrl-C 130, by SIGTERM 143, with the way to go on. Torch is
 imported by the commands, not here.
@@ -21,6 +21,7 @@ import click
 from unskew import __version__
 from unskew.cli.console import Column, Table, put_json, show, table_of, tell
 from unskew.cli.failures import answered
+from unskew.cli.flower import flower
 from unskew.cli.run import demo, fill_table, given_in, options_of, run
 from unskew.cli.server import calibrate
 from unskew.cli.shared import PATH, Everywhere, check_free, epilog, note
@@ -56,7 +57,7 @@ def app(context: click.Context, allowed: tuple[str, ...]) -> None:
     context.with_resource(limits.changed(",".join(allowed), "--limit"))
 
 
-for command in (run, demo, fill_table, try_out, write_task, stats, calibrate, evaluate, inspect_files):
+for command in (run, demo, fill_table, try_out, write_task, stats, calibrate, evaluate, inspect_files, flower):
     app.add_command(command)
 
 

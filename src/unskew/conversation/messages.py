@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 from unskew.conversation.answers import Answer
@@ -18,7 +19,7 @@ from unskew.conversation.tasks import Task
 from unskew.errors import DataError, expect
 from unskew.files.signing import Key
 from unskew.files.streams import Reader
-from unskew.files.untrusted import Content, reading
+from unskew.files.untrusted import Content, Spooled, open_regular, read_bytes, reading
 from unskew.files.writing import load_sealed
 from unskew.models.networks import Split
 from unskew.statistics.file import load, to_bytes
@@ -29,9 +30,11 @@ from unskew.statistics.scrutiny import Summary
 
 @dataclass(frozen=True)
 class Statistics:
-    """A site's statistics file: the reply to a `Task`."""
+    """A site's statistics file: the reply to a `Task`. It lies in memory or, where a transport has written it there, on
+    a disk.
+    """
 
-    content: bytes
+    source: Content | Spooled = field(compare=False)  # what it holds is known by the digest in the header
     header: Header
 
     @classmethod
@@ -41,23 +44,27 @@ class Statistics:
 
     def to_bytes(self) -> bytes:
         """The file."""
-        return self.content
+        return self.source.content if isinstance(self.source, Content) else self.source.path.read_bytes()
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "statistics") -> Statistics:
         """A file whose header is right and whose digest fits; `stats` looks at the numbers."""
-        source = Content(where, content)
+        return cls.read(Content(where, content))
+
+    @classmethod
+    def read(cls, source: Content | Spooled) -> Statistics:
+        """The same of a file on a disk, which must stay there as it is as long as this is used."""
         with reading(source), Reader(source) as file:
             header = header_in(file)
             for _ in file.read():  # which compares the digest at its end
                 pass
-        return cls(content, header)
+        return cls(source, header)
 
     def stats(
         self, where: str = "statistics", form: str | None = None, examine: Callable[[Summary], None] | None = None
     ) -> FeatureStats:
         """The numbers, checked, in a cheaper form if one is given; see `statistics.file.load`."""
-        return load(Content(where, self.content), form, examine)
+        return load(self.source._replace(name=where), form, examine)
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,14 @@ def read_reply(content: bytes, where: str = "reply") -> Reply:
         raise DataError(f"{where}: none of the messages that a site can send, statistics and answers: {begins}. Hand "
                         "over the bytes of its reply as they are")  # fmt: skip
     return Statistics.from_bytes(content, where) if _is_tensors(content) else Answer.from_bytes(content, where)
+
+
+def read_reply_at(path: Path, where: str = "reply") -> Reply:
+    """The reply that a file on a disk is. Statistics stay there: they may not fit into memory twice."""
+    source = Spooled(where, path)
+    with open_regular(source) as file:
+        begins = file.read(9)
+    return Statistics.read(source) if _is_tensors(begins) else read_reply(read_bytes(source, "text"), where)
 
 
 def _is_tensors(content: bytes) -> bool:

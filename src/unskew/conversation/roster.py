@@ -21,16 +21,18 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, SupportsIndex, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias, get_args
 
-from unskew.conversation.messages import Fault, Reply, Statistics, read_reply
+from unskew.conversation.answers import Answer
+from unskew.conversation.messages import Fault, Reply, Statistics, read_reply, read_reply_at
 from unskew.errors import DataError, UnskewError, UsageError, printable
 from unskew.statistics.moments import FeatureStats
 
 Require: TypeAlias = str | float | SupportsIndex
 Taken: TypeAlias = Reply | FeatureStats  # a reply; statistics that this very process has collected are one too
 Bytes: TypeAlias = bytes | bytearray | memoryview
-Sent: TypeAlias = Taken | Bytes | Fault | BaseException | None  # what a transport can hand over for a site
+Sent: TypeAlias = Taken | Bytes | Path | Fault | BaseException | None  # what a transport can hand over for a site
 
 
 class Entry(NamedTuple):
@@ -53,8 +55,11 @@ class Roster:
     statistics: 0 of 2 sites; a: missing (no reply within 600 s); b: missing
     """
 
-    def __init__(self, what: str, sites: Iterable[str], excused: Iterable[str] = ()) -> None:
+    def __init__(
+        self, what: str, sites: Iterable[str], excused: Iterable[str] = (), *, kinds: tuple[type, ...] = ()
+    ) -> None:
         self.what = what
+        self.kinds = kinds or (*get_args(Taken),)  # the types that a reply may have
         self.excused = tuple(excused)  # who has nothing to reply, and counts as if it had
         if isinstance(sites, str) or not isinstance(sites, Iterable):
             raise UsageError(f"sites is {sites!r}: give the names of the sites, as a list")
@@ -68,7 +73,7 @@ class Roster:
         self.strangers: dict[str, str] = {}
         self._first: dict[str, str] = {}  # the digest of the reply that counts
 
-    def take(self, site: str, sent: Sent, use: Callable[[str, Taken], None]) -> None:
+    def take(self, site: str, sent: Any, use: Callable[[str, Any], None]) -> None:
         """Enter what came from a site; `use` takes the reply, or refuses it by raising."""
         if site in self.excused:
             return
@@ -80,7 +85,7 @@ class Roster:
             self.strangers[str(site)] = "was not asked"
             return
         try:
-            reply = _read(sent, site)
+            reply = self._read(sent, site)
         except DataError as error:
             self._enter(site, Entry("damaged", str(error)))
             return
@@ -96,6 +101,20 @@ class Roster:
             self._enter(site, Entry("refused", str(error)))
         else:
             self.entries[site], self._first[site] = Entry("answered"), _digest(reply)
+
+    def _read(self, sent: Any, site: str) -> Any:
+        """The reply that came; refused if it is none."""
+        if isinstance(sent, self.kinds):
+            return sent
+        if isinstance(sent, Path):
+            return read_reply_at(sent, site)
+        if not isinstance(sent, Bytes):
+            raise DataError(f"{site}: a transport has given {type(sent).__name__} for it: give the bytes that came")
+        try:
+            content = bytes(sent)
+        except ValueError as error:  # a view whose memory is gone
+            raise DataError(f"{site}: {error}: give the bytes that came") from None
+        return read_reply(content, site)
 
     def _enter(self, site: str, entry: Entry) -> None:
         """Note a fault, unless the site has answered already."""
@@ -156,19 +175,6 @@ def needed(require: Require, sites: int) -> int:
     )
 
 
-def _read(sent: Taken | Bytes, site: str) -> Taken:
-    """The reply that came; refused if it is none."""
-    if isinstance(sent, Bytes):
-        try:
-            content = bytes(sent)
-        except ValueError as error:  # a view whose memory is gone
-            raise DataError(f"{site}: {error}: give the bytes that came") from None
-        return read_reply(content, site)
-    if not isinstance(sent, Taken):
-        raise DataError(f"{site}: a transport has given {type(sent).__name__} for it: give the bytes that came")
-    return sent
-
-
 def _fault(sent: Fault | BaseException | None) -> Entry:
     if sent is None:
         return Entry("missing")
@@ -179,7 +185,7 @@ def _fault(sent: Fault | BaseException | None) -> Entry:
     return Entry(sent.status, sent.why)
 
 
-def _digest(reply: Taken) -> str:
-    if isinstance(reply, FeatureStats):
-        return ""
-    return reply.header.digest if isinstance(reply, Statistics) else reply.digest
+def _digest(reply: object) -> str:
+    if isinstance(reply, Statistics):
+        return reply.header.digest
+    return reply.digest if isinstance(reply, Answer) else ""

@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from unskew.errors import DataError, UsageError, retold
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.records import Record, history_of
@@ -32,7 +30,7 @@ from unskew.files.untrusted import parse_json, read_json, reading
 from unskew.files.writing import load_sealed, save_sealed, write_text
 from unskew.methods.algorithm import Client
 from unskew.training.training import Round, Training
-from unskew.tree import Tree, each, prefix, under
+from unskew.tree import Tree, check_alike, each, prefix, under
 
 # ---------------------------------------------------------------------------------------------- whose it is
 
@@ -183,20 +181,8 @@ def resumed(path: Path, experiment: Experiment, training: Training) -> Round | N
     with _to_be_removed(path):
         if not 1 <= round.number <= training.rounds or not all(id < clients for id in (*round.cohort, *round.clients)):
             raise DataError(f"{path}: round {round.number} of other rounds or clients than this run has")
-        _check_alike(path, "params", round.params, start.params)
-        _check_alike(path, "state", round.state, start.state)
+        check_alike(f"{path}: params", round.params, start.params)
+        check_alike(f"{path}: state", round.state, start.state)
         for id, client in round.clients.items():
-            _check_alike(path, f"client {id}", client.tree(), training.visitor(start, id).tree())
+            check_alike(f"{path}: client {id}", client.tree(), training.visitor(start, id).tree())
     return round
-
-
-def _check_alike(path: Path, what: str, found: Tree, expected: Tree) -> None:
-    """Refuse tensors of other names, shapes or types than are expected, and those that hold no numbers."""
-    if odd := sorted(set(found) ^ set(expected)):
-        raise DataError(f"{path}: {what} has or lacks {odd[0]!r}, unlike this run's")
-    for name, value in found.items():
-        kinds = [(tuple(each.shape), each.dtype) for each in (value, expected[name])]
-        if kinds[0] != kinds[1]:
-            raise DataError(f"{path}: {name!r} of {what} is {kinds[0]}; in this run it is {kinds[1]}")
-        if not torch.isfinite(value).all():
-            raise DataError(f"{path}: {name!r} of {what} holds NaN or infinity")

@@ -41,7 +41,17 @@ class Content(NamedTuple):
         return self.name
 
 
-Source = Path | Content  # where something is read from
+class Spooled(NamedTuple):
+    """A file that was written here of what came by other ways, and the name by which it is refused."""
+
+    name: str
+    path: Path
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Source = Path | Content | Spooled  # where something is read from
 
 
 def open_regular(path: str | Source, limit: str | None = None) -> BinaryIO:
@@ -53,7 +63,7 @@ def open_regular(path: str | Source, limit: str | None = None) -> BinaryIO:
     # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     try:
-        place = os.open(Path(path).expanduser(), flags)
+        place = os.open(path.path if isinstance(path, Spooled) else Path(path).expanduser(), flags)
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
     except (OSError, ValueError, RuntimeError) as error:  # a name with a zero byte, a home that is not known

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from unskew.errors import UsageError
 from unskew.tree import Tree, add, each
+
+
+def _all_needed(state: Any, ids: Sequence[int]) -> Any:
+    raise UsageError(f"this aggregator can't do without clients, and {', '.join(map(str, ids))} have sent nothing: ask "
+                     "them again, or take another aggregator")  # fmt: skip
 
 
 class Aggregator(NamedTuple):
@@ -24,6 +30,7 @@ class Aggregator(NamedTuple):
     begin: Callable[[Sequence[int]], Any]  # the ids of the clients that are expected -> an open sum
     add: Callable[[Any, Sequence[int], Tree], Any]  # a stacked chunk of uploads, and whose they are
     end: Callable[[Any], Tree]  # the total, or an error that names who is missing
+    without: Callable[[Any, Sequence[int]], Any] = _all_needed  # these clients will send nothing: the sum of the others
 
 
 class _Open(NamedTuple):
@@ -52,4 +59,7 @@ def plain_aggregator() -> Aggregator:
             raise RuntimeError(f"the sum is not complete: clients {sorted(state.missing)} have sent nothing")
         return state.total
 
-    return Aggregator(lambda ids: _Open(frozenset(ids), None), push, end)
+    def without(state: _Open, ids: Sequence[int]) -> _Open:
+        return state._replace(missing=state.missing - set(ids))
+
+    return Aggregator(lambda ids: _Open(frozenset(ids), None), push, end, without)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,32 @@ from unskew.training.engines.lanes.timetable import Usage
 from unskew.training.engines.protocol import Engine, Resume
 from unskew.training.training import Round, Training
 
-engines: dict[str, Engine] = {**measurable, "lanes": Lanes(), "auto": Auto()}
+
+@dataclass(frozen=True)
+class OfExtra:
+    """An engine that comes with an extra of the package, and is loaded when it is used: it may know all that there is,
+    while this module knows engines alone.
+    """
+
+    where: str  # package.module:name of the engine's class
+    about: str  # a line on it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__doc__", self.about)  # what lists say of it
+
+    def rounds(self, trainings: Sequence[Training], resume: Resume = None) -> Iterator[tuple[int, Round]]:
+        """The rounds of the engine."""
+        module, _, name = self.where.partition(":")
+        engine: Engine = getattr(importlib.import_module(module), name)()
+        return engine.rounds(trainings, resume)
+
+
+engines: dict[str, Engine] = {
+    **measurable,
+    "lanes": Lanes(),
+    "flower": OfExtra("unskew.flower.engine:Flower", "An engine on Flower's simulation, by unskew[flower]."),
+    "auto": Auto(),
+}
 
 
 def engine_of(engine: str | Engine) -> Engine:

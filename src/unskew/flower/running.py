@@ -1,0 +1,298 @@
+"""The server's side of a whole federation: training, the conversation, final scores; written down as it goes.
+
+    federation.jsonl           what was begun, who took part in each phase, how it ended
+    checkpoint.safetensors     the newest round: what `resume` goes on from
+    model.safetensors          the trained model
+    calibrated.safetensors     the model with the head that was chosen
+
+Whatever goes wrong ends in an exception, and in a last record that says so: nothing that failed looks as if it had
+ended well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from logging import getLogger
+from pathlib import Path
+
+import torch
+
+from unskew import __version__
+from unskew.conversation.answers import Counts
+from unskew.conversation.heads_file import OLD, heads_bytes
+from unskew.conversation.model_file import Opened, save_model
+from unskew.conversation.protocol import Result, serve, talk
+from unskew.conversation.roster import Roster, needed
+from unskew.errors import DataError, UnskewError, UsageError, one_line, printable, shortened
+from unskew.experiments.folder import resumed, save_round, taken
+from unskew.files.signing import read_key, read_sites
+from unskew.flower.letters import EVALUATE, QUERY, Letter
+from unskew.flower.nodes import Nodes
+from unskew.flower.post import Post
+from unskew.flower.records import Begun, Ended, Phase, Record, Scored, Trained, append, read
+from unskew.flower.settings import App
+from unskew.flower.talking import asking, end
+from unskew.flower.training import Member, Terms, rounds_over
+from unskew.models.networks import Split
+from unskew.statistics.moments import FeatureStats
+from unskew.statistics.origin import Origin
+from unskew.system.machine import threads
+from unskew.training.client import at_home
+from unskew.training.functional import installed
+from unskew.training.training import Round, Training
+
+log = getLogger("flwr.unskew")
+
+
+class Federation:
+    """A federation that is carried out, and what it has come to."""
+
+    def __init__(self, app: App, post: Post) -> None:
+        self.app, self.settings = app, app.settings
+        self.nodes = Nodes(post, self.settings.names, self.settings.patience)
+        self.out = Path(self.settings.out).expanduser().absolute()
+        self.examples: dict[str, int] = {}
+        self.run = secrets.token_hex(8)
+        self.began = time.monotonic()
+
+    def carry_out(self) -> Result | None:
+        """Train, calibrate and score; raises what went wrong, after it has been written down."""
+        with taken(self.out), threads(1):
+            before = self._records()
+            try:
+                result = self._phases(before)
+            except BaseException as error:
+                why = str(error) if isinstance(error, UnskewError) else _said(error)
+                self._write(Ended(well=False, head=None, why=why, absent={}, share_absent=None, notes=[],
+                                  seconds=round(time.monotonic() - self.began, 3)))  # fmt: skip
+                log.error("the federation has failed: %s", printable(why))
+                raise
+            log.info("done: %s", self.out)
+            return result
+
+    def _records(self) -> list[Record]:
+        """What is there already; refused unless it is to be gone on with."""
+        before = read(self.out)
+        if not before:
+            return []
+        if not self.settings.resume:
+            raise UsageError(f"{self.out} holds a federation already: set resume to true to go on with it, or choose "
+                             "another out")  # fmt: skip
+        begun = before[0]
+        assert isinstance(begun, Begun)
+        changed = {name for name, value in asdict(self.app.experiment).items() if begun.experiment.get(name) != value}
+        if changed:
+            raise UsageError(f"{self.out} holds another federation: {', '.join(sorted(changed))} were others there. "
+                             "Leave them as they were, or choose another out")  # fmt: skip
+        self.run = begun.run
+        return before
+
+    def _phases(self, before: list[Record]) -> Result | None:
+        settings = self.settings
+        self._told(self.nodes.meet(settings.required))
+        members = self._members()
+        stand_in = tuple(torch.zeros(1, dtype=torch.int64).expand(self.examples[member.site]) for member in members)
+        training = self.app.training(self.app.data(), stand_in)
+        self._check(training)
+        if not before:
+            self._write(Begun(run=self.run, settings=asdict(settings), experiment=asdict(self.app.experiment),
+                              examples=self.examples, versions=_versions()))  # fmt: skip
+        last = self._train(training, members, before)
+        trained = installed(training.model, last.params)
+        self._save(trained, trained, "model.safetensors")
+        result = None
+        if settings.calibrator != "none":
+            result = self._calibrate(trained)
+            self._save(result.model, trained, "calibrated.safetensors", result.head)
+        self._evaluate(trained, result, "test")
+        self._write(self._ended(result))
+        return result
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def _members(self) -> list[Member]:
+        """The sites that take part, each with how many examples it says that it has."""
+        roster = Roster("examples", [site for site in self.settings.names if site in self.nodes.of], kinds=(Letter,))
+
+        def use(site: str, letter: Letter) -> None:
+            if letter.text("app") != self.app.digest:
+                raise DataError(f"{site}: its app has other settings than the server's: let all run the same app")
+            self.examples[site] = letter.whole("examples", 1)
+
+        letters = dict.fromkeys(roster.expected, Letter({"ask": "about", "run": self.run}))
+        least = needed(self.settings.required, len(self.settings.names))
+        began = time.monotonic()
+        for site, came in self.nodes.ask(letters, QUERY, self.settings.deadline, least=least):
+            roster.take(site, came, use)
+        self._told(roster, time.monotonic() - began)
+        if len(roster.answered) < least:
+            raise DataError(f"{roster}. require is {self.settings.require}, which takes {least}")
+        return [Member(site, number) for number, site in enumerate(self.settings.names) if site in self.examples]
+
+    def _check(self, training: Training) -> None:
+        """Refuse what an app can't do."""
+        if at_home(training.net, training.algorithm, training.net.tree):
+            raise UsageError(
+                f"method is {self.app.experiment.method!r}, which keeps parts of the model with each client, but the "
+                "app makes one model for all. `unskew run --engine flower` trains it in a simulation"
+            )
+        if training.recalibrate is not None:
+            raise UsageError("recalibrate is not carried over Flower: leave it out")
+
+    def _train(self, training: Training, members: list[Member], before: list[Record]) -> Round:
+        settings = self.settings
+        checkpoint = self.out / "checkpoint.safetensors"
+        last = (resumed(checkpoint, self.app.experiment, training) if before else None) or training.start()
+        counted = dict[int, int]()
+        for record in before:
+            word, _, number = record.name.partition(" ") if isinstance(record, Phase) else ("", "", "")
+            if isinstance(record, Phase) and word == "round" and int(number) <= last.number:
+                counted |= {id: int(number) for id, member in enumerate(members) if member.site in record.answered}
+        if last.number:
+            log.info("going on after round %d of %d", last.number, training.rounds)
+        terms = Terms(settings.deadline, settings.required, settings.at_once)
+        rounds = rounds_over(self.nodes, members, training, last, self.run, terms, counted=counted, told=self._told)
+        for last in rounds:
+            self._write(Trained(round=last.number, loss=last.loss, lr=last.lr, seconds=round(last.seconds, 3)))
+            save_round(checkpoint, last, self.app.experiment)
+            log.info("round %d of %d: loss %.4f, %.1f s", last.number, training.rounds, last.loss, last.seconds)
+            if settings.evaluate_every and last.number % settings.evaluate_every == 0 and last.number < training.rounds:
+                self._evaluate(installed(training.model, last.params), None, f"round {last.number}")
+        return last
+
+    # ------------------------------------------------------------------------------------------ calibrating
+
+    def _calibrate(self, trained: Split) -> Result:
+        settings = self.settings
+        names = settings.names  # also those that were absent from the training: they may have come
+        server = serve(
+            trained, names, settings.task(), calibrator=settings.calibrator, validated=settings.hold_out > 0,
+            require=settings.required, robust=settings.robust, seed=self.app.experiment.seed,
+            keys=read_sites(Path(settings.keys)) if settings.keys else None,
+            key=read_key(Path(settings.key)) if settings.key else None,
+        )  # fmt: skip
+        ask = asking(self.nodes, dict(trained.state_dict()), self.run, settings.deadline, self._least)
+        try:
+            result = talk(server, ask)
+        finally:
+            with contextlib.suppress(UnskewError):
+                end(self.nodes, self.run)
+        for roster in result.rosters:
+            self._told(roster)
+        for note in result.notes:
+            log.warning("%s", printable(note))
+        if result.validation is not None:
+            whole = result.validation.whole
+            self._write(Scored(what="held out", examples=int(whole.total.sum()),
+                               accuracies=dict(result.validation.accuracies)))  # fmt: skip
+        log.info("head: %s", result.head)
+        return result
+
+    def _least(self, sites: int) -> int:
+        """How many of some sites must reply; a number that was meant for all is not more than these."""
+        required = self.settings.required
+        return min(required, sites) if isinstance(required, int) else needed(required, sites)
+
+    # ------------------------------------------------------------------------------------------ scores
+
+    def _evaluate(self, trained: Split, result: Result | None, what: str) -> None:
+        """Let the sites score models on their test data, if they have any."""
+        made = {} if result is None or result.head == OLD else {result.head: result.model.classifier}
+        nothing = FeatureStats.zero(trained.classes, trained.dimension, "none")
+        heads = heads_bytes(trained, made, nothing)
+        letter = Letter({"ask": "evaluate", "run": self.run}, {"weights": dict(trained.state_dict())}, heads)
+        roster = Roster(f"scores of {what}", self.nodes.sites, kinds=(Letter,))
+        names, found = [OLD, *made], dict[str, Counts]()
+
+        def use(site: str, letter: Letter) -> None:
+            if letter.about.get("none"):
+                return
+            counts = {name: value.double() for name, value in letter.tree("counts").items()}
+            expected = {"total", *(f"right/{name}" for name in names)}
+            shape = (trained.classes,)
+            if set(counts) != expected or any(value.shape != shape or (value < 0).any() for value in counts.values()):
+                raise DataError(f"{site}: its counts are not those of {len(names)} heads and {shape[0]} classes")
+            right = {name: counts[f"right/{name}"] for name in names}
+            if any((value > counts["total"]).any() for value in right.values()):
+                raise DataError(f"{site}: it has counted more examples right than there are")
+            found[site] = Counts(right, counts["total"])
+
+        letters, began = dict.fromkeys(self.nodes.sites, letter), time.monotonic()
+        for site, came in self.nodes.ask(letters, EVALUATE, self.settings.deadline, least=0):
+            roster.take(site, came, use)
+        self._told(roster, time.monotonic() - began)
+        if not found:
+            return
+        total = sum((counts.total for counts in found.values()), torch.zeros(trained.classes, dtype=torch.float64))
+        accuracies = {
+            name: float(sum(counts.right[name].sum() for counts in found.values()) / total.sum()) for name in names
+        }
+        self._write(Scored(what=what, examples=int(total.sum()), accuracies=accuracies))
+        log.info("%s, %d examples of %d sites: %s", what, int(total.sum()), len(found),
+                 ", ".join(f"{name} {100 * value:.1f} %" for name, value in accuracies.items()))  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------ what is written
+
+    def _told(self, roster: Roster, seconds: float = 0.0) -> None:
+        """Say and write down who took part in a phase."""
+        (log.warning if roster.absent else log.info)("%s", roster)
+        self._write(Phase.of(roster, self.examples, seconds))
+
+    def _ended(self, result: Result | None) -> Ended:
+        """How it ended: the head, and of each site that missed something what it missed."""
+        phases = [record for record in read(self.out) if isinstance(record, Phase)]
+        counting = [phase for phase in phases if not phase.name.startswith("scores of")]
+        absent: dict[str, list[str]] = {}
+        for phase in counting:
+            for site, why in phase.absent.items():
+                absent.setdefault(site, []).append(f"{phase.name}: {why}")
+        last = [phase for phase in counting if phase.name == "statistics" or phase.name.startswith("round ")][-1]
+        return Ended(
+            well=True, head=None if result is None else result.head, why=None,
+            absent={site: shortened("; ".join(missed), 1000) for site, missed in absent.items()},
+            share_absent=last.share_absent, notes=[] if result is None else list(result.notes),
+            seconds=round(time.monotonic() - self.began, 3),
+        )  # fmt: skip
+
+    def _write(self, record: Record) -> None:
+        append(self.out, record)
+
+    def _save(self, model: Split, trained: Split, name: str, calibrator: str | None = None) -> None:
+        """Write a model with what it takes to use it."""
+        sizes = ",".join(map(str, self.settings.shape))
+        task = self.settings.task()
+        origin = Origin(labels=task.labels, preparation=str(task.preparation) or None, inputs=f"float32[{sizes}]")
+        opened = Opened(trained, trained, spec=self.app.spec, method=self.app.experiment.method)
+        save_model(self.out / name, model, opened, origin, calibrator)
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, in a line."""
+    return one_line(error) if isinstance(error, Exception) else type(error).__name__
+
+
+def _versions() -> dict[str, str]:
+    return {"unskew": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def lines_of(records: list[Record]) -> Iterator[str]:
+    """A federation's records, as people read them."""
+    for record in records:
+        if isinstance(record, Phase):
+            told = "; ".join(f"{site}: {why}" for site, why in {**record.absent, **record.others}.items())
+            yield f"{record.name}: {len(record.answered)} of {len(record.answered) + len(record.absent)} sites" + (
+                f"; {told}" if told else ""
+            )
+        elif isinstance(record, Trained):
+            yield f"round {record.round}: loss {record.loss:.4f}"
+        elif isinstance(record, Scored):
+            yield f"{record.what}, {record.examples:,} examples: " + ", ".join(
+                f"{name} {100 * value:.1f} %" for name, value in record.accuracies.items()
+            )
+        elif isinstance(record, Ended):
+            yield f"ended well with the head {record.head}" if record.well else f"failed: {record.why}"
