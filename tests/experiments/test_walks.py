@@ -65,7 +65,8 @@ def test_statistics_by_a_run_s_folder_make_the_head_that_the_run_made(here, tmp_
     assert answer.code == 0, answer.err
     made, expected = load_file(out), load_file("plain/calibrated-lda.safetensors")
     assert made.keys() == expected.keys()
-    assert all(torch.allclose(value, expected[name], rtol=1e-4, atol=1e-5) for name, value in made.items())
+    for name, value in made.items():  # features are float32, and batches of other sizes round otherwise
+        assert (value - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
     assert load_model(out)(torch.zeros(1, 1, 8, 8)).shape == (1, 3)  # the file says how it is built
     answer = unskew("evaluate", "--model", out, "--data", "blobs.npz", "--json")
     assert json.loads(answer.out)["model"]["accuracy"] == accuracies(here / "plain")["calibrated-lda.safetensors"]

@@ -25,7 +25,7 @@ STATE = ".flower"  # the folder in an app where a deployment for trying keeps it
 
 @click.group("flower")
 def flower() -> None:
-    """Federations on Flower: make an app, try it on this machine, run it anywhere."""
+    """Federations on Flower: make an app, try it, run it."""
 
 
 @flower.command("init", epilog=epilog("unskew flower init my-federation"))
