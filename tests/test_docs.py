@@ -226,6 +226,7 @@ def options_of(command: click.Command) -> set[str]:
 
 
 FOREIGN = {"--nproc-per-node", "--mutants", "--kills", "--seed", "--json-report"}  # torchrun's, the adversary's
+FOREIGN |= {"--disable-runtime-dependency-installation", "--node-config", "--stream", "--format"}  # Flower's
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

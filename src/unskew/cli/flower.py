@@ -18,7 +18,7 @@ from unskew.cli.shared import PATH, Lists, epilog, note
 from unskew.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from unskew.flower.local import Local, Node, Running
+    from unskew.flower.deployment.local import Local, Node, Running
 
 STATE = ".flower"  # the folder in an app where a deployment for trying keeps its logs and keys
 
@@ -32,7 +32,7 @@ def flower() -> None:
 @click.argument("folder", type=PATH)
 def init(folder: Path) -> None:
     """Write an app that trains and calibrates, into FOLDER, whose name is the app's."""
-    from unskew.flower.init import write_app
+    from unskew.flower.deployment.init import write_app
 
     files = write_app(folder)
     show(f"{folder}: {', '.join(str(file.relative_to(folder)) for file in files)}")
@@ -61,7 +61,7 @@ def up(app: Path, sites: int | None, data: tuple[str, ...], secure: bool, runs: 
         raise UsageError(f"--data names {len(data)} places, but there are {len(names)} sites: give one for each")
     if runs:
         _check_app(app)
-    from unskew.flower.local import Local
+    from unskew.flower.deployment.local import Local
 
     folder = app / STATE if (app / "pyproject.toml").exists() else Path(tempfile.mkdtemp(prefix="unskew-flower-"))
     with _alone(folder), Local(folder) as local:
@@ -100,7 +100,7 @@ def run_app(app: Path, superlink: str | None, values: tuple[str, ...]) -> None:
     started for it, or else in Flower's simulation.
     """
     _check_app(app)
-    from unskew.flower.local import NAME, Flower, Local
+    from unskew.flower.deployment.local import NAME, Flower, Local
 
     started = _started(app / STATE)
     if superlink is not None:
@@ -137,7 +137,7 @@ def _followed(running: Running, local: Local | None = None) -> None:
 
 def _watched(nodes: Sequence[Node], local: Local) -> None:
     """Show what sites do, until this process is told to stop."""
-    from unskew.flower.watching import Watch
+    from unskew.flower.deployment.watching import Watch
 
     watch = Watch(nodes)
 

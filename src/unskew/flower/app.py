@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,31 +56,45 @@ def client_app(examples: Examples, test: Callable[[Context], Batches | None] | N
     """
     from flwr.clientapp import ClientApp
 
-    app = ClientApp()
+    app, site = ClientApp(), Site(examples, test)
+    app.train("unskew")(handling(site.train))
+    app.query("unskew")(handling(site.query))
+    app.evaluate("unskew")(handling(site.evaluate))
+    return app
 
-    def trained(letter: Letter, context: Context) -> Letter:
+
+class Site(NamedTuple):
+    """What a site does with the letters that reach it."""
+
+    examples: Examples
+    test: Callable[[Context], Batches | None] | None = None
+
+    def train(self, letter: Letter, context: Context) -> Letter:
+        """Train for a round."""
         told = App.of(context.run_config)
         with threads(told.experiment.threads or torch.get_num_threads()):
-            training = _training(told, examples(context), letter.whole("client"))
+            training = _training(told, self.examples(context), letter.whole("client"))
             return train(training, letter, Home(context, site_of(context), letter.text("run")))
 
-    def asked(letter: Letter, context: Context) -> Letter:
+    def query(self, letter: Letter, context: Context) -> Letter:
+        """Say who this is and how many examples it has, or reply to a request of the conversation."""
         ask = letter.text("ask")
         if ask == "who":
             return Letter({"site": site_of(context)})
         told = App.of(context.run_config)
         if ask == "about":
-            return Letter({"examples": len(_all_of(told, examples(context))[1]), "app": told.digest})
+            return Letter({"examples": len(_all_of(told, self.examples(context))[1]), "app": told.digest})
         home = Home(context, site_of(context), letter.text("run"))
         own, server = (context.node_config.get(name) for name in ("key", "server-key"))
         key, known = own and read_key(Path(str(own))), server and one_site(Path(str(server)))
         return converse(
-            letter, home, lambda weights: _with(told, weights), lambda: examples(context), key=key or None,
+            letter, home, lambda weights: _with(told, weights), lambda: self.examples(context), key=key or None,
             server=known or None,
         )  # fmt: skip
 
-    def scored(letter: Letter, context: Context) -> Letter:
-        held = None if test is None else test(context)
+    def evaluate(self, letter: Letter, context: Context) -> Letter:
+        """Count how many test examples each head gets right."""
+        held = None if self.test is None else self.test(context)
         if held is None:
             return Letter({"none": True})
         model = _with(App.of(context.run_config), letter.tree("weights"))
@@ -88,11 +102,6 @@ def client_app(examples: Examples, test: Callable[[Context], Batches | None] | N
         scores = scores_of(model, held, heads.modules, 0.0, name="the test data of this site")
         counts = {f"right/{name}": score.confusion.diagonal().clone() for name, score in scores.items()}
         return Letter({"none": False}, {"counts": {**counts, "total": next(iter(scores.values())).confusion.sum(1)}})
-
-    app.train("unskew")(handling(trained))
-    app.query("unskew")(handling(asked))
-    app.evaluate("unskew")(handling(scored))
-    return app
 
 
 def _all_of(told: App, batches: Batches) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 What a client keeps of a method (SCAFFOLD's control, MOON's last model, personal layers) lies in Flower's context, which
 the SuperNode holds in memory, or in a folder that the site names (`--node-config 'state="/var/lib/unskew"'`), where it
 outlives the SuperNode. It is kept as it was after the last two visits: the server says which of its rounds counted
-last, so a site goes on from there, whether or not its last reply arrived. Statistics lie in that folder too, or in a
-temporary one, from the first request of a conversation to its end.
+last, so a site goes on from there, whether or not its last reply arrived. Statistics lie in that folder too, or in this
+user's cache, from the first request of a conversation to its end.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unskew.errors import DataError
-from unskew.files.writing import load_sealed, replacing, save_sealed
+from unskew.files.writing import cache_folder, load_sealed, replacing, save_sealed
 from unskew.flower.letters import record_of, tree_of
 from unskew.tree import Tree, prefix, under
 
@@ -39,7 +38,7 @@ class Home:
         self.context, self.run = context, run
         self.lasting = Path(folder).expanduser() if folder else None
         own = hashlib.sha256(f"{site}\0{context.node_id}\0{run}".encode()).hexdigest()[:24]
-        self.folder = (self.lasting or Path(tempfile.gettempdir()) / f"unskew-flower-{_user()}") / own
+        self.folder = (self.lasting or cache_folder() / "flower") / own
         self._file = None if self.lasting is None else self.lasting / f"{_named(site)}-{run}.safetensors"
 
     # ------------------------------------------------------------------------------------------ between rounds
@@ -92,12 +91,6 @@ def _named(site: str) -> str:
     """A site's name as part of a file's, which it may not be as it is."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", site)[:40]
     return f"{plain}-{hashlib.sha256(site.encode()).hexdigest()[:8]}"
-
-
-def _user() -> str:
-    import getpass
-
-    return re.sub(r"\W", "_", getpass.getuser())
 
 
 def _sweep(folder: Path) -> None:

@@ -25,6 +25,9 @@ log = getLogger("flwr.unskew")  # which Flower shows, and sends to whoever strea
 GREETING = 60.0  # seconds that a node has to say who it is
 NEWS = 3.0  # seconds between two looks for nodes that come and go
 CLAIM = 90.0  # seconds after which Flower knows that a node has gone
+KEPT = (
+    12 * 3600.0
+)  # seconds that Flower keeps a message and its reply beyond the deadline, as it does of its own accord
 PROVE = "let SuperNodes prove who they are: --enable-supernode-auth, and flwr supernode register --name"
 
 
@@ -198,7 +201,9 @@ class Nodes:
         """Send a site its letter, if it is there."""
         if site in self.of and seconds > 0:
             node, end = self.of[site], time.monotonic() + seconds
-            number = self.post.send({node: letter}, kind, seconds)[node]
+            # Flower removes a reply when the message's time is up, also one that came long before and waits here only
+            # for those of other sites. So the message lives longer than anybody waits for it.
+            number = self.post.send({node: letter}, kind, seconds + KEPT)[node]
             if number is not None:
                 sent[site] = Sent(node, number, end)
 

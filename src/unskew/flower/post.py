@@ -31,8 +31,8 @@ class Post(Protocol):
         """The nodes that are online, each with the name that it was registered under; empty: none."""
 
     def send(self, letters: Mapping[int, Letter], kind: str, seconds: float) -> dict[int, str | None]:
-        """Send letters, which are no more delivered after so many seconds; of each node the number of its message, None
-        where it can't be sent.
+        """Send letters; they and the replies to them are gone after so many seconds, fetched or not. Of each node the
+        number of its message, None where it can't be sent.
         """
 
     def fetch(self, number: str) -> Came | None:

@@ -25,9 +25,10 @@ import torch
 from unskew import __version__
 from unskew.conversation.answers import Counts
 from unskew.conversation.heads_file import OLD, heads_bytes
+from unskew.conversation.messages import Request
 from unskew.conversation.model_file import Opened, save_model
 from unskew.conversation.protocol import Result, serve, talk
-from unskew.conversation.roster import Roster, needed
+from unskew.conversation.roster import Roster, Sent, needed
 from unskew.errors import DataError, UnskewError, UsageError, one_line, printable, shortened
 from unskew.experiments.folder import resumed, save_round, taken
 from unskew.files.signing import read_key, read_sites
@@ -47,6 +48,7 @@ from unskew.training.functional import installed
 from unskew.training.training import Round, Training
 
 log = getLogger("flwr.unskew")
+MOST = 10**10  # examples that a site can say it has
 
 
 class Federation:
@@ -94,7 +96,7 @@ class Federation:
 
     def _phases(self, before: list[Record]) -> Result | None:
         settings = self.settings
-        self._told(self.nodes.meet(settings.required))
+        self._told(self.nodes.meet(settings.required), time.monotonic() - self.began)
         members = self._members()
         stand_in = tuple(torch.zeros(1, dtype=torch.int64).expand(self.examples[member.site]) for member in members)
         training = self.app.training(self.app.data(), stand_in)
@@ -122,7 +124,10 @@ class Federation:
         def use(site: str, letter: Letter) -> None:
             if letter.text("app") != self.app.digest:
                 raise DataError(f"{site}: its app has other settings than the server's: let all run the same app")
-            self.examples[site] = letter.whole("examples", 1)
+            examples = letter.whole("examples", 1)
+            if examples > MOST:
+                raise DataError(f"{site}: it says that it has {examples:,} examples; {MOST:,} are believed")
+            self.examples[site] = examples
 
         letters = dict.fromkeys(roster.expected, Letter({"ask": "about", "run": self.run}))
         least = needed(self.settings.required, len(self.settings.names))
@@ -177,13 +182,20 @@ class Federation:
             key=read_key(Path(settings.key)) if settings.key else None,
         )  # fmt: skip
         ask = asking(self.nodes, dict(trained.state_dict()), self.run, settings.deadline, self._least)
+        seconds = list[float]()
+
+        def timed(request: Request) -> Iterator[tuple[str, Sent]]:
+            began = time.monotonic()
+            yield from ask(request)
+            seconds.append(time.monotonic() - began)
+
         try:
-            result = talk(server, ask)
+            result = talk(server, timed)
         finally:
             with contextlib.suppress(UnskewError):
                 end(self.nodes, self.run)
-        for roster in result.rosters:
-            self._told(roster)
+        for roster, took in zip(result.rosters, seconds, strict=True):
+            self._told(roster, took)
         for note in result.notes:
             log.warning("%s", printable(note))
         if result.validation is not None:
@@ -238,7 +250,7 @@ class Federation:
 
     # ------------------------------------------------------------------------------------------ what is written
 
-    def _told(self, roster: Roster, seconds: float = 0.0) -> None:
+    def _told(self, roster: Roster, seconds: float) -> None:
         """Say and write down who took part in a phase."""
         (log.warning if roster.absent else log.info)("%s", roster)
         self._write(Phase.of(roster, self.examples, seconds))

@@ -43,23 +43,27 @@ def site_of(context: Context) -> str:
 
 
 def handling(handler: Handler) -> Callable[[Message, Context], Message]:
-    """A function of Flower's messages, made of one of letters. What goes wrong is said in a letter, since Flower's
-    engines tell it in different ways; its traceback stays here.
-    """
+    """A function of Flower's messages, made of one of letters."""
 
     def handle(message: Message, context: Context) -> Message:
         from flwr.app import Message
 
-        try:
-            said = handler(from_records(message.content), context)
-        except UnskewError as error:
-            said = Letter({"failed": str(error)})
-        except Exception as error:  # what a site's data and model can raise is no closed list
-            log.exception("this site could not reply")
-            said = Letter({"failed": one_line(error)[:300]})
-        return Message(to_records(said), reply_to=message)
+        return Message(to_records(said_by(handler, lambda: from_records(message.content), context)), reply_to=message)
 
     return handle
+
+
+def said_by(handler: Handler, letter: Callable[[], Letter], context: Context) -> Letter:
+    """What a handler says to a letter. What goes wrong is said in a letter too, since Flower's engines tell it in
+    different ways; its traceback stays here.
+    """
+    try:
+        return handler(letter(), context)
+    except UnskewError as error:
+        return Letter({"failed": str(error)})
+    except Exception as error:  # what a site's data and model can raise is no closed list
+        log.exception("this site could not reply")
+        return Letter({"failed": one_line(error)[:300]})
 
 
 # ---------------------------------------------------------------------------------------------- training
@@ -76,6 +80,8 @@ def train(training: Training, letter: Letter, home: Home) -> Letter:
     check_alike("params", shared, {name: value for name, value in tree.items() if name not in own})
     last = Round(number - 1, {**tree, **shared}, sent, {}, (), math.nan, math.nan, 0.0)
     before, fetched = home.snapshots(), bool(letter.about.get("fetched"))
+    if later := [round for round in before if round > number]:
+        raise DataError(f"a letter of round {number} has come after those of round {max(later)}")
     if "client" in letter.trees:  # a simulation that goes on
         before[counted] = letter.tree("client")
     client = training.visitor(last, id)

@@ -7,6 +7,7 @@ as far as the policy allows; each round says who was.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -41,10 +42,10 @@ class Member(NamedTuple):
 
 def rounds_over(
     nodes: Nodes, members: Sequence[Member], training: Training, last: Round, run: str, terms: Terms, *,
-    counted: Mapping[int, int] = MappingProxyType({}), told: Callable[[Roster], None] = lambda roster: None,
-    fetched: bool = False,
+    counted: Mapping[int, int] = MappingProxyType({}), fetched: bool = False,
+    told: Callable[[Roster, float], None] = lambda roster, seconds: None,
 ) -> Iterator[Round]:  # fmt: skip
-    """Train on, round by round, after the last one. `told` is given the roster of each round.
+    """Train on, round by round, after the last one. `told` is given the roster of each round, and how long it took.
 
     What clients keep stays with them: `counted` says of each the last round that its reply counted in, if any. A
     simulation has it `fetched`, so that its rounds hold it as any engine's do, and brings it back where it goes on.
@@ -70,7 +71,7 @@ def rounds_over(
         last = training.after(last, there, outcome, began)
         counts |= dict.fromkeys(there, last.number)
         brought -= set(there)
-        told(roster)
+        told(roster, last.seconds)
         yield last
 
 
@@ -94,7 +95,10 @@ def _round(
         if float(upload["examples"]) != training.federation.sizes[id]:
             raise DataError(f"{site}: it has trained on {float(upload['examples']):g} examples, but said that it has "
                             f"{training.federation.sizes[id]}")  # fmt: skip
-        losses[id] = letter.number("loss")
+        loss = letter.number("loss")
+        if not math.isfinite(loss):
+            raise DataError(f"{site}: its loss is {loss}: lower lr, which is {training.sgd(number).lr:g}")
+        losses[id] = loss
         clients[id] = Client.of(letter.trees.get("client", {}))
         device = any_tensor(expected).device
         total = training.aggregator.add(total, [id], stack([each(lambda value: value.to(device), upload)]))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from unskew.flower.local import Node
+from unskew.flower.deployment.local import Node
 
 
 class Seen(NamedTuple):

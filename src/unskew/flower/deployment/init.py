@@ -21,13 +21,13 @@ def write_app(folder: Path) -> list[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is there already, and not empty: choose another name")
     module = name.replace("-", "_")
-    return [*_copied(files("unskew.flower") / "template", folder, {"name": name, "module": module})]
+    return [*_copied(files("unskew.flower.deployment") / "template", folder, {"name": name, "module": module})]
 
 
 def _copied(source: Traversable, target: Path, words: dict[str, str]) -> list[Path]:
     made = []
     for entry in sorted(source.iterdir(), key=lambda entry: entry.name):
-        place = target / (words["module"] if entry.name == "app" else entry.name)
+        place = target / {"app": words["module"], "gitignore": ".gitignore"}.get(entry.name, entry.name)
         if entry.is_dir():
             made += [] if entry.name == "__pycache__" else _copied(entry, place, words)
             continue

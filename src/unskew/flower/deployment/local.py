@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew.errors import DataError, UsageError
-from unskew.flower.certificates import write_certificates, write_keys
+from unskew.flower.deployment.certificates import write_certificates, write_keys
 from unskew.system.janitor import VARIABLE, end_all
 
 HOST = "127.0.0.1"
