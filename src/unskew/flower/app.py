@@ -6,7 +6,7 @@ of Flower's context that gives batches of them, always in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -109,8 +109,8 @@ def _all_of(told: App, batches: Batches) -> tuple[Tensor, Tensor]:
     pairs = list(batches)
     if not pairs:
         raise DataError("this site has no examples")
-    for x, y in pairs:
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or [isinstance(part, Tensor) for part in pair] != [True, True]:
             raise UsageError("a batch of this site's examples is not a pair of tensors, inputs and labels")
     x, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     data = told.data(x.float() if not x.is_floating_point() else x, y.long())

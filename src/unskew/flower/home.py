@@ -56,8 +56,6 @@ class Home:
 
     def keep(self, snapshots: dict[int, Tree]) -> None:
         """Keep these in place of what was kept."""
-        from flwr.app import ConfigRecord
-
         tree: Tree = {}
         for number, kept in snapshots.items():
             tree |= prefix(str(number), kept)
@@ -65,6 +63,8 @@ class Home:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             save_sealed(self._file, tree, {"run": self.run})
             return
+        from flwr.app import ConfigRecord
+
         self.context.state[KEPT] = record_of(tree)
         self.context.state[RUN] = ConfigRecord({"run": self.run})
 

@@ -19,7 +19,7 @@ from unskew.conversation.messages import Fault
 from unskew.conversation.roster import Require, Roster
 from unskew.errors import POSITIVE, DataError, UsageError, check_number, printable
 from unskew.flower.letters import QUERY, Letter
-from unskew.flower.post import Came, Post
+from unskew.flower.post import GONE, Came, Post
 
 log = getLogger("flwr.unskew")  # which Flower shows, and sends to whoever streams the run
 GREETING = 60.0  # seconds that a node has to say who it is
@@ -194,7 +194,7 @@ class Nodes:
                     break
                 time.sleep(self.post.pause)
             answered += isinstance(came, Letter)
-            yield site, came or self._fault(site) or Fault("missing", "its SuperNode is offline")
+            yield site, came or self._fault(site) or GONE
             del came
 
     def _send(self, site: str, letter: Letter, kind: str, seconds: float, sent: dict[str, Sent]) -> None:
@@ -212,6 +212,10 @@ class Nodes:
         while True:
             over = time.monotonic() > sent.end  # before the last look, not after it
             came = self._fetched(sent.number)
+            if came == GONE:
+                if self.of.get(site) == sent.node:
+                    del self.of[site]
+                return None
             if came is not None:
                 return came
             if over:

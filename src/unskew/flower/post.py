@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from unskew.conversation.messages import Fault
 from unskew.errors import DataError, shortened
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 Came = Letter | Fault
+GONE = Fault("missing", "its SuperNode is offline")  # it may come back
 
 
 class Post(Protocol):
@@ -67,30 +68,23 @@ class GridPost:
         return None
 
 
-class _Code(NamedTuple):
-    """What an error of Flower's means."""
-
-    status: str
-    words: str
-
-
-_CODES = {  # flwr.common.constant.ErrorCode
-    1: _Code("failed", "its app can't be loaded"),
-    2: _Code("failed", ""),
-    3: _Code("missing", "the message expired before it replied"),
-    4: _Code("missing", "its reply expired"),
-    5: _Code("missing", "its SuperNode is offline"),
-    7: _Code("failed", "it refuses the app, which is not signed by anybody that it trusts"),
-    8: _Code("failed", "the process of its app died"),
+_CODES = {  # what errors of Flower's mean: flwr.common.constant.ErrorCode
+    1: Fault("failed", "its app can't be loaded"),
+    2: Fault("failed", ""),
+    3: Fault("missing", "the message expired before it replied"),
+    4: Fault("missing", "its reply expired"),
+    5: GONE,
+    7: Fault("failed", "it refuses the app, which is not signed by anybody that it trusts"),
+    8: Fault("failed", "the process of its app died"),
 }
 
 
 def _read(message: Message) -> Came:
     """A message as the letter or the fault that it is."""
     if message.has_error():
-        status, words = _CODES.get(message.error.code, _Code("failed", f"error {message.error.code}"))
+        meant = _CODES.get(message.error.code, Fault("failed", f"error {message.error.code}"))
         told = shortened(_plain(message.error.reason or ""), 600)
-        return Fault(status, words or told or "it gives no reason")
+        return meant if meant.why else Fault(meant.status, told or "it gives no reason")
     try:
         return from_records(message.content)
     except DataError as error:

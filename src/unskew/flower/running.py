@@ -16,11 +16,12 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from logging import getLogger
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from unskew import __version__
 from unskew.conversation.answers import Counts
@@ -80,13 +81,12 @@ class Federation:
     def _records(self) -> list[Record]:
         """What is there already; refused unless it is to be gone on with."""
         before = read(self.out)
-        if not before:
+        begun = next((record for record in before if isinstance(record, Begun)), None)
+        if begun is None:  # nothing but sites that did not come
             return []
         if not self.settings.resume:
             raise UsageError(f"{self.out} holds a federation already: set resume to true to go on with it, or choose "
                              "another out")  # fmt: skip
-        begun = before[0]
-        assert isinstance(begun, Begun)
         changed = {name for name, value in asdict(self.app.experiment).items() if begun.experiment.get(name) != value}
         if changed:
             raise UsageError(f"{self.out} holds another federation: {', '.join(sorted(changed))} were others there. "
@@ -151,8 +151,8 @@ class Federation:
 
     def _train(self, training: Training, members: list[Member], before: list[Record]) -> Round:
         settings = self.settings
-        checkpoint = self.out / "checkpoint.safetensors"
-        last = (resumed(checkpoint, self.app.experiment, training) if before else None) or training.start()
+        checkpoint, experiment = self.out / "checkpoint.safetensors", replace(self.app.experiment, device="cpu")
+        last = (resumed(checkpoint, experiment, training) if before else None) or training.start()
         counted = dict[int, int]()
         for record in before:
             word, _, number = record.name.partition(" ") if isinstance(record, Phase) else ("", "", "")
@@ -164,7 +164,7 @@ class Federation:
         rounds = rounds_over(self.nodes, members, training, last, self.run, terms, counted=counted, told=self._told)
         for last in rounds:
             self._write(Trained(round=last.number, loss=last.loss, lr=last.lr, seconds=round(last.seconds, 3)))
-            save_round(checkpoint, last, self.app.experiment)
+            save_round(checkpoint, last, experiment)
             log.info("round %d of %d: loss %.4f, %.1f s", last.number, training.rounds, last.loss, last.seconds)
             if settings.evaluate_every and last.number % settings.evaluate_every == 0 and last.number < training.rounds:
                 self._evaluate(installed(training.model, last.params), None, f"round {last.number}")
@@ -227,7 +227,7 @@ class Federation:
             counts = {name: value.double() for name, value in letter.tree("counts").items()}
             expected = {"total", *(f"right/{name}" for name in names)}
             shape = (trained.classes,)
-            if set(counts) != expected or any(value.shape != shape or (value < 0).any() for value in counts.values()):
+            if set(counts) != expected or any(value.shape != shape or not _whole(value) for value in counts.values()):
                 raise DataError(f"{site}: its counts are not those of {len(names)} heads and {shape[0]} classes")
             right = {name: counts[f"right/{name}"] for name in names}
             if any((value > counts["total"]).any() for value in right.values()):
@@ -286,6 +286,11 @@ class Federation:
 def _said(error: BaseException) -> str:
     """What an error says, in a line."""
     return one_line(error) if isinstance(error, Exception) else type(error).__name__
+
+
+def _whole(counts: Tensor) -> bool:
+    """Whether these can be numbers of examples."""
+    return bool(((counts >= 0) & (counts <= MOST) & (counts == counts.round())).all())
 
 
 def _versions() -> dict[str, str]:
