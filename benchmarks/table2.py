@@ -4,6 +4,7 @@
 
 Hyper-parameters are those of the paper's Table 8. All runs of one alpha have the same cut (appendix E.1), --cut;
 `--cut own` gives each seed its own, --balance cuts as the public code does. Runs that share a program share lanes.
+Several learning rates are tried side by side by `--lr 0.03,0.1`.
 Table 1 is `--methods fedavg,clsnorm,clsprox,clsnorm+clsprox`, Table 4 `--alphas 0.1` with `--clients 10`, 50 and 100.
 What is finished is kept in --out, so that it can be stopped and goes on; the time of all parts is added up in
 --out/seconds.json, with the compilation apart.
@@ -78,33 +79,35 @@ def main() -> None:
     parser.add_argument("--partition", default="dirichlet")
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--fraction", type=float, default=1.0, help="share of the clients that train in a round")
-    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--lr", default="0.01", help="learning rates; each is a run of its own")
     parser.add_argument("--schedule", default="constant")
     parser.add_argument("--calibrate", default="none")
     parser.add_argument("--out", type=Path, default=Path("runs/table2"))
     given = parser.parse_args()
-    cases = list(itertools.product(given.methods.split(","), map(float, given.alphas.split(",")), range(given.seeds)))
+    methods, rates = given.methods.split(","), [float(rate) for rate in given.lr.split(",")]
+    alphas = [float(alpha) for alpha in given.alphas.split(",")]
+    cases = list(itertools.product(methods, alphas, rates, range(given.seeds)))
     experiments = [
         Experiment(
             data=given.data, model=given.model, method=spec(method, alpha), partition=given.partition, alpha=alpha,
             balance=given.balance, seed=seed, cut_seed=seed if given.cut == "own" else int(given.cut),
             clients=given.clients, fraction=given.fraction, schedule=given.schedule,
-            rounds=given.rounds, epochs=given.epochs, batch=64, lr=given.lr, augment=True, calibrate=given.calibrate,
+            rounds=given.rounds, epochs=given.epochs, batch=64, lr=lr, augment=True, calibrate=given.calibrate,
             engine="lanes", lane_layout=given.lane_layout, precision=given.precision, device=given.device,
             evaluate_every=max(1, given.rounds // 4),
         )
-        for method, alpha, seed in cases
+        for method, alpha, lr, seed in cases
     ]  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
     clock, began = Clock(), time.perf_counter()
-    reached: dict[tuple[str, float], list[float]] = {}
+    reached: dict[tuple[str, float, float], list[float]] = {}
     folders = [given.out / experiment.digest[:12] for experiment in experiments]
     try:
         for which, record in run_together(experiments, folders, clock):
             if isinstance(record, Diverged):
                 print(cases[which], record)
             elif record.kind == "calibration" and record.name == "none":
-                reached.setdefault(cases[which][:2], []).append(100 * record.accuracy)
+                reached.setdefault(cases[which][:3], []).append(100 * record.accuracy)
     finally:
         if clock.ended > clock.began + 1e9:  # stopped in the middle
             clock.end()
@@ -116,9 +119,9 @@ def main() -> None:
         file.write_text(json.dumps(total))
         print(f"{total['steps']} client-steps in {total['training']:.0f} s (with evaluations and checkpoints), "
               f"{total['preparing']:.0f} s of loading and compiling, {total['all']:.0f} s in all")  # fmt: skip
-    for (method, alpha), values in reached.items():
+    for (method, alpha, lr), values in reached.items():
         spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-        print(f"  {method:8} alpha {alpha:<5g} {statistics.fmean(values):.2f}{spread} (n = {len(values)})")
+        print(f"  {method:8} alpha {alpha:<5g} lr {lr:<5g} {statistics.fmean(values):.2f}{spread} (n = {len(values)})")
 
 
 if __name__ == "__main__":
