@@ -198,6 +198,8 @@ def test_pages_name_what_the_registries_hold() -> None:
     assert row_of("docs/reference/glossary.md", "engine") == own
     assert row_of("docs/reference/glossary.md", "partition") == set(partitions)
     assert table_of("docs/reference/calibrators.md", "name") == [*calibrators, "auto"]
+    (printed,) = re.findall(r"(?s)\n as it is +.*?\n```", (ROOT / "docs/tutorials/first-calibration.md").read_text())
+    assert re.findall(r"(?m)^ ([a-z]+)", printed)[1:] == list(calibrators)
     assert table_of("docs/explanation/speed.md", "engine") == [name for name in engines if name in own]
     (option,) = (param for param in app.commands["run"].params if "--engine" in param.opts)
     assert set(engines) <= set(re.findall(r"[\w-]+", str(option.help)))

@@ -20,8 +20,8 @@ from unittest import mock
 import torch
 
 from helpers.commands import _forked, blobs, tiny, unskew
+from helpers.engines import ENGINES
 from unskew import Experiment
-from unskew.training.engines.registry import engines
 
 KILLS = 4  # of a trial
 LEFT = 5.0  # seconds in which the processes of a killed one must end
@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of an engine's run, so that all kinds 
 }
 CASES = [
     *(Case(name, _run(rounds=12, engine=name, **OPTIONS.get(name, {})), 2 if name == "batched" else 4)
-      for name in engines if name != "auto"),
+      for name in ENGINES),
     Case("a table on lanes", _table("--engine", "lanes"), 4),
     Case("a table, two runs at a time", _table("--jobs", "2"), 2),
 ]  # fmt: skip

@@ -82,6 +82,15 @@ def test_a_folder_without_an_app_is_refused(tmp_path, monkeypatch, words):
     assert "holds no app of Flower's" in told.err
 
 
+def test_a_value_that_the_app_does_not_have_is_refused(tmp_path):
+    """Flower would say that the configuration is invalid, and no more."""
+    write_app(tmp_path / "app")
+    told = unskew("flower", "run", str(tmp_path / "app"), "--set", "evaluate-every=1")
+    assert told.code == 2
+    assert "has no evaluate-every, and Flower changes only what is there (sites, " in told.err
+    assert "add it to [tool.flwr.app.config]" in told.err
+
+
 # ---------------------------------------------------------------------------------------------- certificates and keys
 
 

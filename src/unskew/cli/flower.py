@@ -59,8 +59,10 @@ def up(app: Path, sites: int | None, data: tuple[str, ...], secure: bool, runs: 
     names = _names(app, sites)
     if data and len(data) != len(names):
         raise UsageError(f"--data names {len(data)} places, but there are {len(names)} sites: give one for each")
+    config = {}
     if runs:
         _check_app(app)
+        config = _config(app, values, _own_names(app, names))
     from unskew.flower.deployment.local import Local
 
     folder = app / STATE if (app / "pyproject.toml").exists() else Path(tempfile.mkdtemp(prefix="unskew-flower-"))
@@ -75,8 +77,7 @@ def up(app: Path, sites: int | None, data: tuple[str, ...], secure: bool, runs: 
         (folder / "up.json").write_text(json.dumps(about))
         try:
             if runs:
-                running = local.flower.run(app, _config(app, values, _own_names(app, names)))
-                _followed(running, local)
+                _followed(local.flower.run(app, config), local)
             else:
                 show(f"In another terminal: unskew flower run {app}", whole=True)
                 show("Ctrl-C here stops all of them.")
@@ -87,13 +88,14 @@ def up(app: Path, sites: int | None, data: tuple[str, ...], secure: bool, runs: 
 
 @flower.command("run", epilog=epilog(
     "unskew flower run my-federation",
-    "unskew flower run my-federation --set rounds=10 method=scaffold",
+    "unskew flower run my-federation --nodes 10 --set rounds=10 method=scaffold",
     "unskew flower run my-federation production",
 ), cls=Lists)  # fmt: skip
 @click.argument("app", type=PATH)
 @click.argument("superlink", required=False)
+@click.option("--nodes", type=click.IntRange(1), show_default="as many as the app has sites", help="of a simulation")
 @click.option("--set", "values", multiple=True, metavar="KEY=VALUE", help="other values of the app's configuration")
-def run_app(app: Path, superlink: str | None, values: tuple[str, ...]) -> None:
+def run_app(app: Path, superlink: str | None, nodes: int | None, values: tuple[str, ...]) -> None:
     """Run an app, show what it prints, and end as it ends: with 0 if it went well.
 
     SUPERLINK is a connection of Flower's own configuration. Without it the app runs on what `unskew flower up` has
@@ -103,18 +105,22 @@ def run_app(app: Path, superlink: str | None, values: tuple[str, ...]) -> None:
     from unskew.flower.deployment.local import NAME, Flower, Local
 
     started = _started(app / STATE)
+    if nodes is not None and (superlink is not None or started is not None):
+        raise UsageError("--nodes is for simulations, but this run is not simulated: leave it out")
     if superlink is not None:
-        _followed(Flower(dict(os.environ), superlink).run(app, _values(values)))
+        _followed(Flower(dict(os.environ), superlink).run(app, _values(app, values)))
     elif started is not None:
         note(f"on the {len(started.sites)} SuperNodes that `unskew flower up` has started")
         environment = {**os.environ, "FLWR_HOME": started.home}
         _followed(Flower(environment, NAME).run(app, _config(app, values, _own_names(app, started.sites))))
     else:
-        nodes = len(_names(app, None))
+        nodes = nodes or len(_names(app, None))
+        named = {"sites": str(nodes)} if "sites" in _config_of(app) else {}
+        config = _config(app, values, named)
         note(f"in Flower's simulation, {nodes} nodes")
         with tempfile.TemporaryDirectory(prefix="unskew-flower-") as folder, Local(Path(folder)) as local:
             local.start_superlink(simulation=True)
-            _followed(local.flower.run(app, _config(app, values, {"sites": str(nodes)}), nodes), local)
+            _followed(local.flower.run(app, config, nodes), local)
 
 
 # ---------------------------------------------------------------------------------------------- following
@@ -199,18 +205,23 @@ def _own_names(app: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def _config(app: Path, values: Sequence[str], more: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a run is given: those that were typed, and where its folder lies as seen from here."""
-    given = {**more, **_values(values)}
+    given = {**more, **_values(app, values)}
     out = given.get("out", _config_of(app).get("out"))
     return {**given, **({"out": str(Path(out).expanduser().absolute())} if isinstance(out, str) else {})}
 
 
-def _values(words: Sequence[str]) -> dict[str, Any]:
-    """Values as they are typed, KEY=VALUE: numbers, true and false; everything else is a text."""
-    found = {}
+def _values(app: Path, words: Sequence[str]) -> dict[str, Any]:
+    """Values as they are typed, KEY=VALUE: numbers, true and false; everything else is a text. Flower changes those
+    alone that stand in the app's file.
+    """
+    found, there = {}, _config_of(app)
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise UsageError(f"--set {word}: give KEY=VALUE, as in rounds=10")
+        if key not in there:
+            raise UsageError(f"--set {word}: {app / 'pyproject.toml'} has no {key}, and Flower changes only what is "
+                             f"there ({', '.join(there)}): add it to [tool.flwr.app.config]")  # fmt: skip
         try:
             found[key] = tomllib.loads(f"x = {value}")["x"]
         except tomllib.TOMLDecodeError:

@@ -44,6 +44,7 @@ from unskew.errors import DataError, UsageError, expect, printable, shortened
 from unskew.files.signing import Key, Sites, check_signed
 from unskew.models.networks import Split
 from unskew.models.transforms import Transform
+from unskew.statistics.collecting import LEAST
 from unskew.statistics.moments import FeatureStats
 from unskew.statistics.origin import Origin
 
@@ -256,7 +257,8 @@ def serve(
     _hear(second, replies, answer)
     second.check(require)
     found = validate(answers, mix)
-    notes = (*gathering.notes, *(_alone(site, other) for site, other in found.deciding.items()))
+    told = (f"{site} was not asked: fewer than {LEAST} examples were held out there" for site in idle)
+    notes = (*gathering.notes, *told, *(_alone(site, other) for site, other in found.deciding.items()))
     chosen = with_classifier(model, heads.modules[found.best])
     return Result(chosen, found.best, gathered.stats, (roster, second), found, notes)
 

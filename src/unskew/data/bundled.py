@@ -1,4 +1,4 @@
-"""Data sets that come with libraries: no file is needed, and none is downloaded."""
+"""Data sets that come with libraries or are drawn: no file is needed, and none is downloaded."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class Experiment:
     cut_seed: int = _about(0, "seed of the cut")
     engine: str = _about(
         "auto",
-        "sequential, batched, workers (CPU processes), lanes or flower (Flower's simulation); auto: the fastest of the "
-        "others by a measurement",
+        "sequential, batched, workers (CPU processes), lanes or flower (Flower's simulation); auto: by a measurement "
+        "the fastest of all but flower",
     )
     lanes: int = _about(0, "how many lanes; 0: what a rehearsal finds fastest", NOT_NEGATIVE)
     lane_layout: str = _about("auto", "of the lanes' step: grouped, fused, joined or apart; auto: the fastest")

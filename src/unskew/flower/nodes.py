@@ -25,9 +25,7 @@ log = getLogger("flwr.unskew")  # which Flower shows, and sends to whoever strea
 GREETING = 60.0  # seconds that a node has to say who it is
 NEWS = 3.0  # seconds between two looks for nodes that come and go
 CLAIM = 90.0  # seconds after which Flower knows that a node has gone
-KEPT = (
-    12 * 3600.0
-)  # seconds that Flower keeps a message and its reply beyond the deadline, as it does of its own accord
+KEPT = 12 * 3600.0  # seconds that Flower keeps a message and its reply beyond the deadline, as without one
 PROVE = "let SuperNodes prove who they are: --enable-supernode-auth, and flwr supernode register --name"
 
 

@@ -54,6 +54,7 @@ class Local:
     def __init__(self, folder: Path) -> None:
         self.folder, self.mark = folder.absolute(), secrets.token_hex(16)
         self.nodes: list[Node] = []
+        self.started: list[subprocess.Popen[bytes]] = []
         self.port, self.secure = 0, False
 
     def __enter__(self) -> Local:
@@ -66,6 +67,9 @@ class Local:
 
     def __exit__(self, *_: object) -> None:
         end_all(self.mark)
+        for process in self.started:
+            process.kill()  # where marks can't be read it still lives
+            process.wait()
         os.close(self.held)
         self.janitor.wait(30)
 
@@ -77,8 +81,10 @@ class Local:
 
     def _start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as file:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                                    env=self.environment, cwd=self.folder, start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                                       env=self.environment, cwd=self.folder, start_new_session=True)  # fmt: skip
+        self.started.append(process)
+        return process
 
     # ------------------------------------------------------------------------------------------ starting
 
@@ -195,16 +201,17 @@ class Running(NamedTuple):
 
     def status(self, seconds: float = 60.0) -> Status:
         """How the run has ended, as Flower says it."""
-        end, found = time.monotonic() + seconds, Status("unknown", "it can't be reached")
-        while time.monotonic() < end and not found.status.startswith("finished"):
+        end = time.monotonic() + seconds
+        while True:
             try:
                 words = ("list", self.flower.connection, "--run-id", self.id, "--format", "json")
                 told = _json(self.flower.call(*words))["runs"][0]
                 found = Status(str(told["status"]), str(told["status-details"]))
             except DataError as error:
-                found = Status("unknown", str(error))
-            time.sleep(0.5)
-        return found
+                found = Status("unknown", f"it can't be reached: {error}")
+            if found.status.startswith("finished") or time.monotonic() > end:
+                return found
+            time.sleep(2.0)
 
     def stop(self) -> None:
         """End the run."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.func import vmap
+from torch.func import grad_and_value, vmap
 
 from unskew.data.datasets import Crops
 from unskew.methods.algorithm import Client, Context
@@ -37,7 +38,8 @@ def batched(training: Training, last: Round, ids: Sequence[int]) -> Outcome:
     memory = stack([client.memory for client in clients])
     context = Context(params, start, pick(last.state, algorithm.sent), memory, algorithm.numbers)
     axes = Context(None, 0, None, 0 if memory else None, None)  # type: ignore[arg-type]  # axes stand where trees do
-    step = vmap(local_step(net, algorithm), in_dims=(0, 0, axes, 0, None), randomness="different")
+    one = local_step(net, algorithm, partial(grad_and_value, has_aux=True))
+    step = vmap(one, in_dims=(0, 0, axes, 0, None), randomness="different")
     local = vmap(lambda start: begin(net, algorithm, start))(start)
     total, t = aggregator.begin(ids), 0
     after: dict[int, Client] = {}

@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import grad_and_value, vmap
 
 from unskew.data.datasets import Crops, Dataset
 from unskew.errors import lookup
@@ -143,7 +144,7 @@ def lane_step(
     device = run.federation.data.y.device
     model = cast(Split, {"fused": fused, "joined": joined}.get(layout, copy.copy)(run.model))
     net, names = network(plain(model) if autocast or layout == "joined" else model, device), written(layout)
-    step = local_step(net, run.algorithm)
+    step = local_step(net, run.algorithm, partial(grad_and_value, has_aux=True))
     axes = Context(*(0 if rows_of[name].places else None for name in Context._fields))  # type: ignore[arg-type]
     stepped = vmap(step, in_dims=(0, 0, axes, 0, 0), randomness="different")
 

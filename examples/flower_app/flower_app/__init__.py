@@ -1,0 +1,1 @@
+"""Flower's FedAvg on skewed digits, then calibration."""
