@@ -179,3 +179,13 @@ def test_calibration_on_nvflare(tmp_path, python_with_nvflare):
     assert total_of(files).count.sum() == 1297
     trained = torch.load(run / "app_server" / "FL_global_model.pt")["model"]
     assert changed(trained, torch.load(run / "calibrated.pt")) == {"head.weight", "head.bias"}
+
+
+@pytest.mark.slow
+def test_a_site_that_nvflare_has_lost_is_named(tmp_path, python_with_nvflare):
+    said = output_of([python_with_nvflare, EXAMPLES / "nvflare" / "job.py", "site-3"], tmp_path, 600)
+    assert "statistics: 2 of 3 sites; site-3: missing" in said
+    assert "no site has examples of class" in said
+    (run,) = tmp_path.glob("unskew-*/server/simulate_job")
+    assert sorted(file.name for file in run.glob("*.stats")) == ["site-1.stats", "site-2.stats"]
+    assert (run / "calibrated.pt").exists()

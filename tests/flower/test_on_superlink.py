@@ -106,7 +106,7 @@ def test_of_two_nodes_with_one_name_neither_is_believed(plain):
     plain.local.start_node("c2", {"site": "c", "partition-id": 2, "num-partitions": 3})
     plain.local.wait_for_nodes()
     try:
-        run = plain.run("a round-1 is-slow", require="2", rounds=2)
+        run = plain.run("a round-1 is-slow", require="2", rounds=2, my_claim=5.0)
     finally:
         plain.kill("c2")
     assert run.status.well, run.status
@@ -158,7 +158,7 @@ def test_a_node_without_a_registered_key_is_refused(secure, tmp_path):
     assert "d: missing (no SuperNode of that name within 15 s)" in run.ended.why
     log = Path(node.log).read_text()
     assert "SuperNode ID" not in log
-    node.process.kill()
+    secure.kill("d")
 
 
 def test_a_node_can_not_take_the_name_of_another(secure):

@@ -98,15 +98,34 @@ app.evaluate("unskew")(handling(faulty(site.evaluate)))
 '''
 
 
+# The ServerApp. Two nodes of one name are told apart by time alone: after `my-claim` seconds.
+SERVER = '''"""The app of the server."""
+
+from flwr.serverapp import ServerApp
+
+from unskew.flower import nodes
+from unskew.flower.post import GridPost
+from unskew.flower.running import Federation
+from unskew.flower.settings import App
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    nodes.CLAIM = context.run_config["my-claim"]
+    Federation(App.of(context.run_config), GridPost(grid)).carry_out()
+'''
+
+
 def faulty_app(folder: Path) -> Path:
     """An app whose sites have faults, if they are told so."""
     app = folder / "faulty"
     write_app(app)
     (app / "faulty" / "client_app.py").write_text(CLIENT)
     project = app / "pyproject.toml"
-    project.write_text(project.read_text() + 'my-faults = ""\nmy-marks = ""\n')
-    server = app / "faulty" / "server_app.py"  # two nodes of one name are told apart by time alone
-    server.write_text(server.read_text() + "\nfrom unskew.flower import nodes\n\nnodes.CLAIM = 5.0\n")
+    project.write_text(project.read_text() + 'my-faults = ""\nmy-marks = ""\nmy-claim = 90.0\n')
+    (app / "faulty" / "server_app.py").write_text(SERVER)
     return app
 
 
@@ -154,6 +173,7 @@ class Deployment:
         node = next(node for node in self.local.nodes if node.site == site)
         node.process.kill()
         node.process.wait(10)
+        self.local.nodes.remove(node)
 
     def begin(self, faults: str = "", **config: Any) -> tuple[Running, Path]:
         """Begin a run, and give it and the folder of its marks."""
@@ -192,7 +212,7 @@ def deployed(folder: Path, secure: bool = False) -> Iterator[Deployment]:
     assert marked(local.mark) == []
 
 
-def wait_for(path: Path, seconds: float = 90.0) -> None:
+def wait_for(path: Path, seconds: float = 180.0) -> None:
     """Wait until a file is there."""
     end = time.monotonic() + seconds
     while not path.exists():
