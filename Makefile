@@ -18,9 +18,10 @@ demo: $(VENV)/.installed  ## train on skewed digits and calibrate: a minute afte
 test: checks  ## formatting, lint, types and tests: under 6 minutes on 2 cores
 	$(BIN)/python -m pytest $(TESTS) -m "not slow and not exhaustive"
 
-test-all: checks  ## the same, with longer tests and more cases, foreign models and the wheel: 6 minutes
+test-all: checks  ## the same, with longer tests and more cases, foreign models, the wheel and Flower: 25 minutes
 	$(MAKE) --no-print-directory -j 2 tests wheel
 	$(MAKE) --no-print-directory test-models
+	$(MAKE) --no-print-directory test-flower
 
 checks: $(VENV)/.developing
 	$(BIN)/ruff format --check .
