@@ -3,8 +3,9 @@
     python benchmarks/table2_heads.py --data cifar10 --trained runs/table2 --out results/ccvr-table2.jsonl
 
 A line of --out for each run: what it is, and the test accuracy of each head. Runs whose line is there are left out, so
-that it can be stopped and goes on. `--unfinished` takes runs as far as they have come. `--show` prints the tables of
-those lines, beside what the paper prints.
+that it can be stopped and goes on. `--unfinished` takes runs as far as they have come. Of runs that end with a mean of
+models (`averaged`), `--last` takes the last model: it is that of the same run without the mean. `--show` prints the
+tables of those lines, beside what the paper prints.
 """
 
 from __future__ import annotations
@@ -76,13 +77,26 @@ def some(sites, count, classes):
     return [(z[rows], y[rows])]
 
 
-def trained(told: Experiment, folder: Path, data) -> tuple[Split, int]:
+def kind(method: str) -> str:
+    """A method's name without its options."""
+    return "+".join(piece.partition(":")[0] for piece in method.split("+"))
+
+
+def not_averaged(method: str) -> str:
+    """The method that trains the same and gives the last model."""
+    return "+".join(piece for piece in method.split("+") if kind(piece) != "averaged") or "fedavg"
+
+
+def trained(told: Experiment, folder: Path, data, last: bool) -> tuple[Split, int]:
     """The model of a run, and the rounds that it has trained."""
-    if (folder / "model.safetensors").exists():
+    if not last and (folder / "model.safetensors").exists():
         return load_model(folder / "model.safetensors").to(data.x.device), told.rounds
     tree, about = load_sealed(folder / "checkpoint.safetensors")
-    anywhere = replace(told, engine="sequential", precision="float32")
-    model = installed(resolve_auto(anywhere, data, method_of(told))[1], under("params", tree))
+    anywhere, method = replace(told, engine="sequential", precision="float32"), method_of(told)
+    params = under("params", tree)
+    if not last:
+        params = method.algorithm.final(params, under("state", tree))
+    model = installed(resolve_auto(anywhere, data, method)[1], params)
     return model.to(data.x.device), json.loads(about["round"])["number"]
 
 
@@ -98,7 +112,7 @@ def accuracies(told: Experiment, model: Split, data) -> dict[str, float]:
     def yardstick(examples, epochs=20):
         return accuracy(oracle(cut, examples, torch.Generator().manual_seed(0), epochs=epochs).classifier)
 
-    method = told.method.partition(":")[0]
+    method = kind(not_averaged(told.method))
     found = {"none": accuracy(model.classifier), "oracle": yardstick(sites)}
     if method in ("fedavg", "fedprox"):  # Table 5
         found |= {f"oracle, {n} a class": yardstick(some(sites, n, data.classes)) for n in (1000, 100)}
@@ -123,18 +137,22 @@ def measure(given) -> None:
             print(f"{file.parent}: not trained to its end, left out", flush=True)
             continue
         told = Experiment(**json.loads(file.read_text()))
-        cut = told.partition + ("-balanced" if told.balance else "")
-        name = f"{told.method} {cut} {told.alpha:g} cut {told.cut_seed} seed {told.seed}"
+        if given.last and told.method == not_averaged(told.method):
+            continue
+        cut, method = told.partition + ("-balanced" if told.balance else ""), told.method
+        if given.last:
+            method = not_averaged(method)
+        name = f"{method} {cut} {told.alpha:g} cut {told.cut_seed} seed {told.seed}"
         odd = ("clients", "fraction", "lr", "schedule")
         name += "".join(f" {field} {getattr(told, field)}" for field in odd if getattr(told, field) != USUAL[field])
-        if name in known or given.method not in ("all", told.method.partition(":")[0]):
+        if name in known or given.method not in ("all", kind(method)):
             continue
         told = replace(told, data=given.data, device=given.device)
         data = data if data is not None else data_of(told).to(given.device)
         began = time.perf_counter()
-        model, rounds = trained(told, file.parent, data)
+        model, rounds = trained(told, file.parent, data, given.last)
         line = {
-            "run": name, "method": told.method, "partition": told.partition, "balance": told.balance,
+            "run": name, "method": method, "partition": told.partition, "balance": told.balance,
             "alpha": told.alpha, "cut": told.cut_seed, "seed": told.seed, "rounds": rounds,
             "epochs": told.epochs, **{field: getattr(told, field) for field in odd},
             "precision": told.precision, "accuracy": accuracies(told, model, data),
@@ -145,16 +163,21 @@ def measure(given) -> None:
               f"{line['accuracy']['oracle']} ({time.perf_counter() - began:.1f} s)", flush=True)  # fmt: skip
 
 
+def ending(line) -> str:
+    """The method of a line, and its schedule if it is no constant one."""
+    return kind(line["method"]) + (f", {line['schedule']}" if line.get("schedule", "constant") != "constant" else "")
+
+
 def show(given) -> None:
     """Print the tables of what was measured, beside the paper's numbers."""
     lines = [json.loads(line) for line in given.out.read_text().splitlines()]
     alphas = sorted({line["alpha"] for line in lines}, reverse=True)
-    methods = list(dict.fromkeys(line["method"].partition(":")[0] for line in lines))
+    methods = list(dict.fromkeys(ending(line) for line in lines))
     heads = list(dict.fromkeys(name for line in lines for name in line["accuracy"]))
 
     def values(method, alpha, head):
         found = [line["accuracy"] for line in lines
-                 if line["method"].partition(":")[0] == method and line["alpha"] == alpha]  # fmt: skip
+                 if ending(line) == method and line["alpha"] == alpha]  # fmt: skip
         return [each[head] - (0 if head == "none" else each["none"]) for each in found if head in each]
 
     for method in methods:
@@ -186,6 +209,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--method", default="all", help="only runs of this method")
     parser.add_argument("--unfinished", action="store_true", help="runs too that have not come to their end")
+    parser.add_argument("--last", action="store_true", help="the last models of runs that give a mean of models")
     parser.add_argument("--show", action="store_true")
     given = parser.parse_args()
     if not given.show:

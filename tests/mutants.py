@@ -124,6 +124,8 @@ MUTANTS = [
     # ------------------------------------------------------------------------------------------ training
     Mutant("training", "size + torch.arange(-size % batch)", "torch.arange(-size % batch)", ENGINE),
     Mutant("training", "scale(statistics, examples)", "statistics", "golden/test_golden.py -k fedavg-batch"),
+    Mutant("methods", "count = decay * state[rounds] + 1", "count = state[rounds] + 1",
+           "methods/test_equations.py -k averaged"),
     Mutant("training", "            steps = each(torch.where, gate, steps, local.steps)\n", "",
            "methods/test_fixed_points.py -k turns"),
     Mutant("training", "math.floor(fraction * clients + 0.5)", "math.ceil(fraction * clients - 0.5)", ENGINE),

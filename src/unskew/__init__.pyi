@@ -43,6 +43,7 @@ from unskew.methods.bases import (
 )
 from unskew.methods.modifications import (
     alternating as alternating,
+    averaged as averaged,
     ce as ce,
     frozen_head as frozen_head,
     keep_local as keep_local,

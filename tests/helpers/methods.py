@@ -6,7 +6,7 @@ from dataclasses import replace
 from helpers.pairs import pairwise
 from helpers.toys import toy_model
 from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
-from unskew.methods.modifications import alternating, frozen_head, keep_local, on_sphere, proximal, server
+from unskew.methods.modifications import alternating, averaged, frozen_head, keep_local, on_sphere, proximal, server
 from unskew.methods.optim import ServerOptimiser, momentum
 from unskew.methods.presets import clsprox, fedadagrad, fedadam, fedavgm, fedopt, fedprox, fedyogi
 from unskew.models.networks import in_classifier, in_features
@@ -62,6 +62,7 @@ ODD = {
     "fednova, proximal twice, in turns": alternating(proximal(proximal(fednova(), 0.5), 1.0, only=in_classifier), 0.5),
     "scaffold, proximal": proximal(scaffold(), 1.0),
     "feddyn, proximal": proximal(feddyn(0.1), 0.5),
+    "scaffold, server, averaged": averaged(server(scaffold(), momentum(0.3)), 0.5),
 }
 
 METHODS = {**PRODUCT, **COMPOSED, **ODD}

@@ -11,6 +11,7 @@ from torch.func import vmap
 from unskew.data.datasets import dataset
 from unskew.data.partition import Federation
 from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
+from unskew.methods.modifications import averaged
 from unskew.methods.names import method
 from unskew.methods.optim import effective
 from unskew.methods.presets import fedadagrad, fedadam, fedavgm, fedprox, fedyogi
@@ -101,6 +102,20 @@ def test_fedavgm(federation, engine):
         v = 0.4 * v + (6 * trained[0] + 4 * trained[1]) / 10 - w
         w = w + v
     assert ours(federation, fedavgm(0.4), engine, 3) == pytest.approx(w, abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", [sequential, batched])
+@pytest.mark.parametrize("decay", [0.0, 0.7])
+def test_averaged(federation, engine, decay):
+    """Clients go on from FedAvgM's own models; what is given is their weighted mean, without the one drawn first."""
+    algorithm = averaged(fedavgm(0.4), decay)
+    plain = [made.params["classifier.weight"].numpy() for made in history(federation, fedavgm(0.4), engine, 4)]
+    for number, made in enumerate(history(federation, algorithm, engine, 4), start=1):
+        assert np.array_equal(made.params["classifier.weight"].numpy(), plain[number - 1])
+        weights = [decay ** (number - 1 - s) for s in range(number)]
+        mean = sum(w * model for w, model in zip(weights, plain, strict=False)) / sum(weights)
+        final = algorithm.final(made.params, made.state)["classifier.weight"].numpy()
+        assert final == pytest.approx(mean, abs=1e-12)
 
 
 def accumulated(steps, rho=MOMENTUM, pull=0.0):

@@ -14,7 +14,7 @@ from helpers import problem
 from helpers.methods import METHODS, POLICIES, momentum_of_absolutes, sample
 from helpers.problem import SHARES, Local, Rule, examples, slope
 from unskew.methods.bases import fedavg, feddyn, fednova, moon, scaffold
-from unskew.methods.modifications import alternating, frozen_head, mse, proximal, server
+from unskew.methods.modifications import alternating, averaged, frozen_head, mse, proximal, server
 from unskew.methods.names import method, pieces
 from unskew.methods.optim import momentum
 from unskew.methods.presets import clsprox, fedadagrad, fedadam, fedavgm, fedopt, fedprox, fedyogi
@@ -54,6 +54,7 @@ def end(algorithm, local, model=None, decay=DECAY, fraction=1.0, most=200, still
     before = None
     for made in train(model or problem.network(), FEDERATION, algorithm, rounds=most, batch=60,
                       engine=whole(local.steps), **settings):  # fmt: skip
+        made = made._replace(params=algorithm.final(made.params, made.state))
         if fraction == 1 and before and moved(before, made) < still:
             return made
         before = made
@@ -101,6 +102,7 @@ ODD = {
     "scaffold, server of two states": (server(scaffold(), momentum_of_absolutes(0.3)), GRADIENTS),
     "scaffold, proximal": (proximal(scaffold(), 1.0), GRADIENTS),
     "feddyn, proximal": (proximal(feddyn(1.0), 0.5), Rule("gradients", "equal")),
+    "scaffold, server, averaged": (averaged(server(scaffold(), momentum(0.3)), 0.5), GRADIENTS),
     "fednova, in turns": (alternating(fednova(), 0.3), Rule("directions", turns=0.3)),
     "fednova, proximal": (proximal(fednova(), 1.0), Rule("directions", **PULLED)),
     "fednova, proximal head": (proximal(fednova(), 1.0, only=in_classifier), Rule("directions", **PULLED_HEAD)),
@@ -415,6 +417,7 @@ NAMED = {  # each word in a method's name, and what shows above where it ends
     **{name: name for name in BASES if name in pieces}, "moon": "moon", "projection": "projection:width=2",
     "clsnorm": "clsnorm+mse", "on_sphere": "fedavg, on sphere", "frozen_head": "fedavg, frozen head",
     "fedbabu": "fedavg, frozen head", "unit_features": "unit_features", "mse": "fedavg", "ce": "ce:temperature=3",
+    "averaged": "scaffold, server, averaged",
     "lg_fedavg": "fedavg, body at home", "fedrep": "fedavg, head at home, in turns",
 }  # fmt: skip
 

@@ -34,7 +34,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "your_own_algorithm.py"
 
 def last(algorithm, model, federation, **options):
     settings = {"rounds": 3, "epochs": 2, "batch": 8, "lr": 0.05, "seed": 1, **options}
-    return list(train(model, federation, algorithm, **settings))[-1]
+    *_, made = train(model, federation, algorithm, **settings)
+    return made._replace(params=algorithm.final(made.params, made.state))
 
 
 def trained(spec, federation, norm="batch", **options):

@@ -39,7 +39,6 @@ from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FeatureStats
 from unskew.training.costs import recalibration_bytes, statistics_in_papers, traffic
 from unskew.training.engines.auto import Choice
-from unskew.training.functional import installed
 from unskew.training.personal import Way, own as own_models, personal_models, score_personal
 from unskew.training.training import Round, Training
 
@@ -127,13 +126,12 @@ def scores_of(scores: Scores) -> dict[str, Any]:
 
 def _scored(training: Training, last: Round, local: bool) -> Scores:
     """How the model does on the test data; where clients keep parts of it, theirs on what they hold out."""
-    model, federation = training.model, training.federation
-    data = federation.data
+    federation, data = training.federation, training.federation.data
     if not local:
         device = data.y.device
         with torch.cuda.stream(_beside(device)) if device.type == "cuda" else contextlib.nullcontext():
-            return score(installed(model, last.params), batches(data, test=True), data.classes)
-    own = personal_models(model, federation, training.algorithm, last, own_models())
+            return score(training.given(last), batches(data, test=True), data.classes)
+    own = personal_models(training.model, federation, training.algorithm, last, own_models())
     return functools.reduce(operator.add, score_personal(own, federation).scores)
 
 

@@ -64,7 +64,6 @@ from unskew.training.engines.lanes.dispatch import ranks
 from unskew.training.engines.lanes.engine import program
 from unskew.training.engines.lanes.timetable import Usage
 from unskew.training.engines.registry import engine_with
-from unskew.training.functional import installed
 from unskew.training.personal import own as own_models, personal_models
 from unskew.training.training import Diverged, Round, Training
 
@@ -268,7 +267,7 @@ class _Run:
         training, last, ways = self.training, self.last, self.ways
         assert last is not None
         self.close()
-        trained = installed(training.model, last.params)
+        trained = training.given(last)
         if self.local:  # the server has parts that nobody trained
             each = personal_models(training.model, training.federation, training.algorithm, last, own_models())
             for id, own in enumerate(each):

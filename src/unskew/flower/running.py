@@ -45,7 +45,6 @@ from unskew.statistics.moments import FeatureStats
 from unskew.statistics.origin import Origin
 from unskew.system.machine import threads
 from unskew.training.client import at_home
-from unskew.training.functional import installed
 from unskew.training.training import Round, Training
 
 log = getLogger("flwr.unskew")
@@ -105,7 +104,7 @@ class Federation:
             self._write(Begun(run=self.run, settings=asdict(settings), experiment=asdict(self.app.experiment),
                               examples=self.examples, versions=_versions()))  # fmt: skip
         last = self._train(training, members, before)
-        trained = installed(training.model, last.params)
+        trained = training.given(last)
         self._save(trained, trained, "model.safetensors")
         result = None
         if settings.calibrator != "none":
@@ -167,7 +166,7 @@ class Federation:
             save_round(checkpoint, last, experiment)
             log.info("round %d of %d: loss %.4f, %.1f s", last.number, training.rounds, last.loss, last.seconds)
             if settings.evaluate_every and last.number % settings.evaluate_every == 0 and last.number < training.rounds:
-                self._evaluate(installed(training.model, last.params), None, f"round {last.number}")
+                self._evaluate(training.given(last), None, f"round {last.number}")
         return last
 
     # ------------------------------------------------------------------------------------------ calibrating

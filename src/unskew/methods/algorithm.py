@@ -121,6 +121,11 @@ def as_it_is(grads: Tree, params: Tree, context: Context) -> Tree:
     return grads
 
 
+def as_trained(params: Tree, state: Tree) -> Tree:
+    """The model that clients would go on from."""
+    return params
+
+
 def unpulled(name: str, context: Context) -> float:
     """Draw no tensor to its start."""
     return 0.0
@@ -140,6 +145,7 @@ class Algorithm:
 
     report: Callable[[Tree, Context, Work], tuple[Tree, Tree]]  # trained params -> upload (to be ADDED), memory
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]  # params, state, summed upload -> params, state
+    final: Callable[[Tree, Tree], Tree] = as_trained  # params, state -> the model that training gives: see `averaged`
     init: Callable[[Tree, Population], Tree] = lambda *_: {}  # params, all clients -> the server's state
     enroll: Callable[[Tree, Tree], Tree] = lambda *_: {}  # params, whole model -> memory of a client seen first
     criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy  # logits, labels -> scalar

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.errors import NOT_NEGATIVE, PART, POSITIVE, UsageError, check_number, expect
-from unskew.methods.algorithm import Algorithm, Context, Output, Population, Pull, always
+from unskew.errors import DECAY, NOT_NEGATIVE, PART, POSITIVE, UsageError, check_number, expect
+from unskew.methods.algorithm import Algorithm, Context, Output, Population, Pull, always, as_trained
 from unskew.methods.optim import ServerOptimiser
 from unskew.models.networks import Split, in_classifier, linear
-from unskew.tree import Tree, add, pick, prefix, sub, under
+from unskew.tree import Tree, add, each, pick, prefix, sub, under, zeros
 
 CALLED = "call its factory: fedavg()"  # what to do about a base that is none
 
@@ -66,7 +66,7 @@ def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") ->
     {'server/w': tensor([0.])}
     """
 
-    expect("base", base, Algorithm, CALLED)
+    _expect_trained("server", base)
 
     def mine(key: str) -> bool:
         return key.startswith(name + "/")
@@ -83,6 +83,54 @@ def server(base: Algorithm, optimiser: ServerOptimiser, name: str = "server") ->
         return add(params, step), {**inner, **prefix(name, own)}
 
     return replace(base, init=init, update=update, sent=lambda key: base.sent(key) and not mine(key))
+
+
+def averaged(base: Algorithm, decay: float = 0.9) -> Algorithm:
+    """Training gives a mean of the server's models, in which a round weighs `decay` times as much as the next one.
+
+    The mean after t rounds is sum_s decay^(t - s) w_s / sum_s decay^(t - s), so that the model before the first round
+    has no part in it; `decay=0` gives the last model. Clients go on from the last model, as without this piece, and
+    the mean stays on the server: what they send and receive is the same. It is what a run scores, saves and calibrates;
+    in Python it is `algorithm.final(round.params, round.state)`. Averages of iterates: Polyak and Juditsky 1992.
+
+    Ends where `base` ends if it comes to rest. Where it circles instead, as with a constant rate and sampled batches,
+    the mean lies nearer to the middle.
+    >>> mean = unskew.averaged(unskew.fedavg(), decay=0.5)
+    >>> params, total = {"w": torch.zeros(1)}, {"delta/w": torch.ones(1), "weight": torch.ones(1)}
+    >>> state = mean.init(params, Population(2, 10))
+    >>> for round in range(2):
+    ...     params, state = mean.update(params, state, total)
+    >>> params, mean.final(params, state)
+    ({'w': tensor([2.])}, {'w': tensor([1.6667])})
+    """
+    _expect_trained("averaged", base)
+    check_number("decay", decay, DECAY)
+    name, rounds = "averaged", "averaged/rounds"  # the mean, and how many rounds it amounts to
+
+    def mine(key: str) -> bool:
+        return key.startswith(name + "/")
+
+    def init(params: Tree, population: Population) -> Tree:
+        none = next(iter(params.values())).new_zeros(())
+        return {**base.init(params, population), **prefix(f"{name}/model", zeros(params)), rounds: none}
+
+    def update(params: Tree, state: Tree, total: Tree) -> tuple[Tree, Tree]:
+        params, inner = base.update(params, pick(state, lambda key: not mine(key)), total)
+        count = decay * state[rounds] + 1
+        mean = each(lambda m, w: m + (w - m) / count, under(f"{name}/model", state), params)
+        return params, {**inner, **prefix(f"{name}/model", mean), rounds: count}
+
+    def final(params: Tree, state: Tree) -> Tree:
+        return {**params, **under(f"{name}/model", state)} if state[rounds] > 0 else params
+
+    return replace(base, init=init, update=update, final=final, sent=lambda key: base.sent(key) and not mine(key))
+
+
+def _expect_trained(name: str, base: Algorithm) -> None:
+    """Refuse a base that gives another model than the one it trains: what changes that model goes inside."""
+    expect("base", base, Algorithm, CALLED)
+    if base.final is not as_trained:
+        raise UsageError(f"base of {name} is averaged already: put averaged(...) around {name}(...), once")
 
 
 # ---------------------------------------------------------------------------------------------- what learns and leaves

@@ -82,6 +82,9 @@ pieces: dict[str, Piece] = {  # applied in this order, however a name orders the
     "fedadam": Piece("+ Adam on the server", "Reddi 2021", _server("fedadam"), presets.fedadam),
     "fedyogi": Piece("+ Yogi on the server", "Reddi 2021", _server("fedyogi"), presets.fedyogi),
     "fedadagrad": Piece("+ Adagrad on the server", "Reddi 2021", _server("fedadagrad"), presets.fedadagrad),
+    "averaged": Piece(
+        "+ exponential mean of the server's models", "Polyak and Juditsky 1992", {}, modifications.averaged
+    ),
     "clsprox": Piece("+ proximal term on the classifier", "CCVR 3.3", _LEARNS, presets.clsprox),
     "clsnorm": Piece("+ normalised classifier weights", "CCVR 3.3", _LEARNS, None, clsnorm),
     "on_sphere": Piece(

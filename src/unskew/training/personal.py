@@ -139,10 +139,11 @@ def personal_models(
             "the method has no local part, so that all clients' own models are the same one: let them fine-tune it "
             "(head, all or ffc), or train with lg_fedavg or fedrep"
         )
+    params = algorithm.final(last.params, last.state)
     for id in range(len(federation.clients)):
         kept = last.clients[id].own if id in last.clients else {}
         home = Home(id, federation, algorithm, last.number, seed)
-        made = way(installed(model, {**last.params, **kept}), home)
+        made = way(installed(model, {**params, **kept}), home)
         if not all(torch.isfinite(value).all() for value in made.parameters()):
             raise Diverged(f"the personal model of client {id} is NaN or infinite: lower its learning rate")
         yield made

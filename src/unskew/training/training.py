@@ -21,7 +21,7 @@ from unskew.calibration.selection import calibrate
 from unskew.data.datasets import normalise
 from unskew.data.partition import Federation
 from unskew.errors import COUNT, UsageError, check_number, expect
-from unskew.methods.algorithm import Algorithm, Client, Population
+from unskew.methods.algorithm import Algorithm, Client, Population, as_trained
 from unskew.methods.optim import SGD, Schedule, constant
 from unskew.models.evaluate import batches, check_width
 from unskew.models.networks import Split
@@ -48,7 +48,7 @@ class Round(NamedTuple):
     """
 
     number: int  # from 1
-    params: Tree  # the server's model: `installed(model, params)` makes a module of it
+    params: Tree  # the server's model, from which clients go on: `installed(model, params)` makes a module of it
     state: Tree  # the server's state
     clients: Mapping[int, Client]  # what stays with each client that has taken part, where it keeps anything
     cohort: tuple[int, ...]  # who trained
@@ -205,6 +205,10 @@ class Training:
             params = _recalibrated(self, round, self.recalibrate[0])
         return round._replace(params=params, loss=loss, seconds=time.perf_counter() - began)
 
+    def given(self, round: Round) -> Split:
+        """The model that training gives, if it ends with this round."""
+        return installed(self.model, self.algorithm.final(round.params, round.state))
+
     def recalibrated_in(self, number: int) -> bool:
         """Whether a round ends with a recalibration."""
         return self.recalibrate is not None and number % self.recalibrate[1] == 0
@@ -247,6 +251,10 @@ def _check_fit(run: Training) -> None:
     if at_home(net, algorithm, net.tree):
         raise UsageError(
             "recalibration makes one classifier for all, but this method keeps parts of the model at home: leave it out"
+        )
+    if algorithm.final is not as_trained:
+        raise UsageError(
+            "recalibration sets the classifier of the last model, but this method gives a mean of models: leave one out"
         )
     if every > run.rounds:
         raise UsageError(f"recalibrate is every {every} rounds, but there are {run.rounds}: it would never happen")
