@@ -25,6 +25,7 @@ from unskew.errors import DataError, UsageError, lookup
 from unskew.files.download import Progress, fetch
 from unskew.files.untrusted import reading
 from unskew.files.writing import cache_folder
+from unskew.system.machine import threads
 
 Values = Tensor | npt.NDArray[Any]
 
@@ -133,8 +134,9 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def _histograms(x: Tensor) -> Tensor:
     """How often each of 256 values stands in each channel, (channels, 256)."""
     held = torch.zeros(x.shape[1], 256, dtype=torch.float64, device=x.device)
-    for _, chunk in _chunks(x):
-        held += torch.stack([channel.flatten().bincount(minlength=256) for channel in chunk.unbind(1)])
+    with threads(1):  # threads that wait for each other's cores took a minute for thousands of small counts
+        for _, chunk in _chunks(x):
+            held += torch.stack([channel.flatten().bincount(minlength=256) for channel in chunk.unbind(1)])
     return held
 
 
