@@ -65,7 +65,7 @@ def in_process(number: int) -> tuple[list[float], float]:
         x = (data.x[rows].float() / 255 - data.mean) / data.std
         sites[str(place)] = [*zip(x.split(64), data.y[rows].split(64), strict=True)]
     began = time.perf_counter()
-    talk(serve(trained, sites, Task(), calibrator="lda"), unskew.in_process(trained, sites))
+    talk(serve(trained, sites, Task(hold_out=0.2), calibrator="lda"), unskew.in_process(trained, sites))
     return [round.seconds for round in found[1:]], time.perf_counter() - began
 
 
@@ -150,12 +150,13 @@ def memory(sites: int, form: str) -> None:
         project.write_text(text)
         draw = np.random.default_rng(0)
         y = np.arange(400) % 100
-        x = draw.integers(0, 256, (400, 3, 32, 32), dtype=np.uint8)
-        np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
+        for site in range(sites):
+            x = draw.integers(0, 256, (400, 3, 32, 32), dtype=np.uint8)
+            np.savez(folder / f"{site}.npz", x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
         with Local(folder / "local") as local:
             local.start_superlink()
             for site in range(sites):
-                local.start_node(str(site), {"data": str(folder / "data.npz")})
+                local.start_node(str(site), {"data": str(folder / f"{site}.npz")})
             local.wait_for_nodes()
             config = {"sites": str(sites), "rounds": 1, "epochs": 1, "form": form, "hold-out": 0.0,
                       "calibrator": "lda", "out": str(folder / "out")}  # fmt: skip

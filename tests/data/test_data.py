@@ -7,6 +7,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -313,6 +314,17 @@ def test_every_known_data_set_has_its_reader(tmp_path, name):
     else:
         with pytest.raises(UsageError, match="only for data that come as image files"):
             data.load(name, tmp_path, size=2, download=False)
+
+
+def test_files_of_a_name_that_two_data_sets_have_are_those_of_its_own_folder(tmp_path, monkeypatch):
+    known = data.KNOWN["fashion-mnist"]
+    monkeypatch.setitem(data.KNOWN, "kmnist", replace(known, name="kmnist"))
+    write_fashion(tmp_path)
+    for name in ("kmnist", "fashion-mnist"):
+        with pytest.raises(DataError, match=f"{name} is not there: put .* at .*/{name}/train-images"):
+            data.load(name, tmp_path, download=False)
+    write_fashion(tmp_path / "kmnist")
+    assert data.load("kmnist", tmp_path, download=False).classes == 10
 
 
 def write_cifar100(folder):

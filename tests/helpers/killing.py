@@ -79,8 +79,10 @@ def killed(command: Command, out: Path, moments: Iterable[float]) -> tuple[dict[
 
     Gives the files that it leaves and how often it was killed before it was done.
     """
-    kills, haste = 0, 1.0
-    for seconds in moments:
+    kills, haste, planned = 0, 1.0, list(moments)
+    for number, seconds in enumerate([*planned, *planned[-1:] * 6]):
+        if number >= len(planned) and kills:  # the last ones are for moments that all came too late
+            break
         process = command.start(out, out.with_name(f"{out.name}.errors"))
         process.join(haste * seconds)
         if process.is_alive() and kill(process):

@@ -247,7 +247,8 @@ def _find(known: KnownData, folder: Path, download: bool, progress: Progress | N
     found = []
     for file in known.files:
         names = (file.name, file.name.replace("ubyte.gz", "ubyte"))  # some browsers unpack these
-        here = [place / name for place in places for name in names if (place / name).is_file()]
+        ours = sum(file.name == other.name for data in KNOWN.values() for other in data.files) <= 1
+        here = [place / name for place in places[: 1 + ours] for name in names if (place / name).is_file()]
         target = places[0] / file.name
         if not here and not download:
             raise DataError(f"{known.name} is not there: put {file.url} at {target.absolute()}")
