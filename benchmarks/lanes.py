@@ -3,6 +3,7 @@
     python benchmarks/lanes.py steps --lanes 16,32,64 --precision float32,tf32,bfloat16   one step of so many lanes
     python benchmarks/lanes.py train --runs 9 --rounds 4                                  whole runs of mixed alpha
     python benchmarks/lanes.py clients                                                    10 to 10,000 clients
+    python benchmarks/lanes.py visits --clients 1000000                                   clients that come and go
 
 CCVR's setting: its CNN on CIFAR-10's shapes, 10 clients, batch 64, crops and flips, 10 epochs a round. Images are
 random unless --data names a folder with cifar10.npz.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,11 +27,13 @@ from unskew.data.datasets import Dataset, dataset, gather, normalise
 from unskew.data.partition import Partition, dirichlet, federate, iid
 from unskew.methods.bases import fedavg, moon, scaffold
 from unskew.methods.presets import fedprox
+from unskew.models.cutting import split
 from unskew.models.networks import Split, build
 from unskew.training.engines.lanes.buffers import LaneBuffers
 from unskew.training.engines.lanes.engine import Lanes
 from unskew.training.engines.lanes.step import precise
 from unskew.training.engines.lanes.timetable import Usage
+from unskew.training.engines.sequential import sequential
 from unskew.training.training import Training
 
 TURNS = 5  # of so many steps, of which the median counts
@@ -231,10 +235,30 @@ def measure_training(runs: Sequence[Training], given: argparse.Namespace, precis
     return usage
 
 
+def measure_visits(clients: int, given: argparse.Namespace) -> None:
+    """Clients of two vectors that take one step each: what it costs that they come and go, for a small network."""
+    x, y = torch.randn(2 * clients, 8), torch.arange(2 * clients) % 10
+    began = time.perf_counter()
+    data = dataset("vectors", x, y, x[:100], y[:100]).to(given.device)
+    federation = federate(data, iid(clients))
+    print(f"{clients} clients, cut in {time.perf_counter() - began:.1f} s", flush=True)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
+    model, visits = split(net, x[:2]), min(clients, 20_000)
+    options = {"rounds": TURNS + 1, "steps": 1, "batch": 2, "fraction": visits / clients}
+    run = Training(model, federation, METHODS[given.method](), **options)
+    engine = Lanes(int(given.lanes or 64), given.layout or "grouped")
+    for name, rounds in (("lanes", engine.rounds([run])), ("sequential", sequential.rounds([run]))):
+        times = [last.seconds for _, last in itertools.islice(rounds, TURNS + 1 if name == "lanes" else 2)][1:]
+        rates = sorted(visits / seconds for seconds in times)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(f"  {name:10} {statistics.median(rates):9,.0f} visits/s ({rates[0]:,.0f} to {rates[-1]:,.0f}, "
+              f"n = {len(rates)}), {memory:.2f} GiB on the host", flush=True)  # fmt: skip
+
+
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("steps", "train", "clients"))
+    parser.add_argument("command", choices=("steps", "train", "clients", "visits"))
     parser.add_argument(
         "--loop", default="eager", help="plain loops: eager, compiled; graph: ten clients in one, on a GPU"
     )
@@ -252,13 +276,17 @@ def main() -> None:
     parser.add_argument("--alphas", default="0.5,0.1,0.05")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--clients", default="10,100,1000,10000", help="numbers of clients, in clients")
+    parser.add_argument("--clients", default="10,100,1000,10000", help="numbers of clients, in clients and visits")
     parser.add_argument("--total", type=int, default=100_000, help="client-steps of a round, in clients")
     parser.add_argument("--repeat", type=int, default=100)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
+    if given.command == "visits":
+        for count in map(int, given.clients.split(",")):
+            measure_visits(count, given)
+        return
     data = images(given.data, given.classes).to(given.device)
 
     def run_of(seed: int, cut: Partition, **options: int) -> Training:

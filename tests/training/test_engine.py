@@ -11,26 +11,44 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 from helpers.toys import toy_data, toy_model
-from unskew.data.partition import Federation
+from unskew.data.datasets import Crops, dataset
+from unskew.data.partition import Federation, Parts, federate, iid
 from unskew.errors import UsageError
 from unskew.methods.bases import fedavg, moon, scaffold
 from unskew.methods.modifications import alternating, proximal, server
 from unskew.methods.optim import momentum
 from unskew.methods.presets import fedopt
+from unskew.models.cutting import split
 from unskew.models.evaluate import batches
 from unskew.models.networks import Split, in_features
+from unskew.training import training
 from unskew.training.aggregate import plain_aggregator
 from unskew.training.engines.batched import batched
+from unskew.training.engines.lanes.engine import Lanes
 from unskew.training.engines.sequential import sequential
+from unskew.training.engines.workers import Workers
 from unskew.training.functional import installed, network
-from unskew.training.plan import make_plan
+from unskew.training.plan import Plan, make_plan, make_plans
 from unskew.training.simulate import train
 from unskew.training.training import Training, cohort_of
 
 
+def by_counters(indices, batch, seed, round, client, **options):
+    """A client's plan as it is in a federation of many, made together with those of two others."""
+    parts = Parts.of([torch.arange(900, 911)] * client + [indices, torch.arange(950, 953)])
+    ids = [client, client + 1, 0]
+    plans = make_plans(parts, ids, batch, seed, round, **options)
+    crops = None if plans.crops is None else Crops(*(part[0, : plans.counts[0]] for part in plans.crops))
+    return Plan(plans.rows[0, : plans.counts[0]], crops, 0)
+
+
+STREAMS = pytest.mark.parametrize("make_plan", [make_plan, by_counters], ids=["of its own", "by counters"])
+
+
+@STREAMS
 @settings(deadline=None, max_examples=80)
 @given(n=st.integers(1, 40), batch=st.integers(1, 50), epochs=st.integers(1, 4), seed=st.integers(0, 100))
-def test_a_plan_is_what_a_loader_would_make(n, batch, epochs, seed):
+def test_a_plan_is_what_a_loader_would_make(make_plan, n, batch, epochs, seed):
     indices = torch.arange(100, 100 + n)
     rows = make_plan(indices, batch, seed, 1, 0, epochs=epochs).rows
     steps = -(-n // batch)
@@ -46,15 +64,17 @@ def test_a_plan_is_what_a_loader_would_make(n, batch, epochs, seed):
             assert filler[start : start + n].tolist() == filler[: len(filler[start : start + n])].tolist()
 
 
+@STREAMS
 @given(n=st.integers(1, 30), batch=st.integers(1, 40), steps=st.integers(1, 20))
-def test_a_plan_of_steps_has_that_many(n, batch, steps):
+def test_a_plan_of_steps_has_that_many(make_plan, n, batch, steps):
     rows = make_plan(torch.arange(n), batch, 0, 1, 0, steps=steps).rows
     assert rows.shape == (steps, batch)
     longer = make_plan(torch.arange(n), batch, 0, 1, 0, epochs=-(-steps // -(-n // batch))).rows
     assert torch.equal(rows, longer[:steps])
 
 
-def test_plans_differ_by_seed_round_and_client_and_by_nothing_else():
+@STREAMS
+def test_plans_differ_by_seed_round_and_client_and_by_nothing_else(make_plan):
     indices = torch.arange(50)
     base = make_plan(indices, 8, 0, 1, 2, augment=True)
     same = make_plan(indices, 8, 0, 1, 2, augment=True)
@@ -63,6 +83,58 @@ def test_plans_differ_by_seed_round_and_client_and_by_nothing_else():
     for other in ((1, 1, 2), (0, 2, 2), (0, 1, 3)):
         assert not torch.equal(base.rows, make_plan(indices, 8, *other).rows)
     assert torch.equal(base.rows, make_plan(indices, 8, 0, 1, 2).rows)  # augmenting does not change the batches
+
+
+def test_plans_of_many_clients_are_the_same_whoever_they_are_made_with():
+    parts = Parts.of([torch.arange(100 * id, 100 * id + size) for id, size in enumerate([5, 1, 13, 40, 3])])
+    together = make_plans(parts, range(5), 4, 0, 1, epochs=3, augment=True)
+    for id, count in enumerate(together.counts):
+        alone = make_plans(parts, [id], 4, 0, 1, epochs=3, augment=True)
+        assert alone.counts == [count]
+        assert torch.equal(alone.rows[0], together.rows[id, :count])
+        for one, all_of_them in zip(alone.crops, together.crops, strict=True):
+            assert torch.equal(one[0], all_of_them[id, :count])
+
+
+def test_what_counters_draw_is_uniform():
+    """Which example comes first, how far an image is shifted, whether it is mirrored: chi-squared of 20,000 clients."""
+    clients, size = 20_000, 5
+    parts = Parts(torch.arange(size).repeat(clients), [size] * clients)
+    plans = make_plans(parts, range(clients), size, 0, 1, augment=True)
+    rows, shift, flip = plans.rows[:, 0], plans.crops.shift[:, 0], plans.crops.flip[:, 0]
+    pairs = rows[:, 0] * size + rows[:, 1]  # of different examples: 20 in all
+    for drawn, levels in (
+        (rows[:, 0], range(size)), (pairs, [i * size + j for i in range(size) for j in range(size) if i != j]),
+        (shift[:, 2, 0].long() * 9 + shift[:, 2, 1], range(81)), (flip[:, 1].long() * 2 + flip[:, 2], range(4)),
+    ):  # fmt: skip
+        counts = drawn.bincount(minlength=max(levels) + 1)[list(levels)].double()
+        assert counts.sum() == clients
+        expected = clients / len(levels)
+        free = len(levels) - 1
+        assert ((counts - expected).square() / expected).sum() < free + 5 * (2 * free) ** 0.5
+
+
+@pytest.mark.parametrize("engine", [batched, Lanes(2), Workers(2)], ids=["batched", "lanes", "workers"])
+def test_engines_train_many_clients_on_the_same_batches(ragged, engine, monkeypatch):
+    monkeypatch.setattr(training, "MANY", 2)
+    options = {"rounds": 2, "epochs": 2, "batch": 8, "lr": 0.05}
+    *_, expected = train(toy_model("batch"), ragged, scaffold(), engine=sequential, **options)
+    *_, found = train(toy_model("batch"), ragged, scaffold(), engine=engine, **options)
+    assert all((found.params[name] - value).abs().max() < 1e-9 for name, value in expected.params.items())
+    monkeypatch.setattr(training, "MANY", 3)
+    *_, other = train(toy_model("batch"), ragged, scaffold(), engine=sequential, **options)
+    assert any((other.params[name] - value).abs().max() > 1e-6 for name, value in expected.params.items())
+
+
+def test_a_million_clients_are_one_index():
+    data = dataset("toy", torch.randn(1_000_000, 2), torch.arange(1_000_000) % 2, torch.zeros(2, 2), torch.arange(2))
+    federation = federate(data, iid(1_000_000))
+    model = split(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)), data.x[:2])
+    run = Training(model, federation, scaffold(), rounds=3, steps=1, batch=1, fraction=2e-5)
+    assert federation.clients.indices.shape == (1_000_000,)
+    *_, last = [round for _, round in Lanes(8).rounds([run])]
+    assert len({*last.clients}) >= 58  # of 60 visits
+    assert last.cohort == tuple(run.ids(3))
 
 
 def test_a_network_copies_its_model_and_names_its_tensors():

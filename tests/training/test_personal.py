@@ -52,8 +52,8 @@ def test_train_and_test_are_merged_and_each_client_holds_out_its_share():
     whole = federate(cut.data, dirichlet(6, 0.3), cut_seed=3)  # the cut is that of the merged examples
     for kept, held, part in zip(cut.clients, cut.tests, whole.clients, strict=True):
         assert sorted(torch.cat([kept, held]).tolist()) == part.tolist()
-    assert torch.equal(cut.data.y_test, cut.data.y[torch.cat(cut.tests)])
-    assert torch.equal(cut.data.x_test, cut.data.x[torch.cat(cut.tests)])
+    assert torch.equal(cut.data.y_test, cut.data.y[torch.cat([*cut.tests])])
+    assert torch.equal(cut.data.x_test, cut.data.x[torch.cat([*cut.tests])])
     assert any(held.max() > kept.min() for kept, held in zip(cut.clients, cut.tests, strict=True))  # not the first ones
     assert torch.equal(cut.data.mean, data.mean)
 

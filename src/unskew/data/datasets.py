@@ -29,6 +29,7 @@ from unskew.system.machine import threads
 
 Values = Tensor | npt.NDArray[Any]
 
+PADDING = 4  # pixels that a crop is shifted at most
 _CHUNK = 200_000  # values looked at together; copies that fit the processor's cache are ten times faster
 
 
@@ -189,7 +190,7 @@ class Crops(NamedTuple):
     flip: Tensor  # (*shape,) bool
 
 
-def draw_crops(shape: Sequence[int], generator: torch.Generator, padding: int = 4) -> Crops:
+def draw_crops(shape: Sequence[int], generator: torch.Generator, padding: int = PADDING) -> Crops:
     """Draw a uniform shift and a fair coin's flip for each example of a batch of `shape`.
 
     The result is on the generator's device.
@@ -205,7 +206,7 @@ def _reflect(index: Tensor, length: int) -> Tensor:
     return (length - 1) - ((length - 1) - index.abs()).abs()
 
 
-def gather(x: Tensor, rows: Tensor, crops: Crops | None = None, padding: int = 4) -> Tensor:
+def gather(x: Tensor, rows: Tensor, crops: Crops | None = None, padding: int = PADDING) -> Tensor:
     """Return x[rows] for `rows` of any shape, cropped and flipped as `crops` says; type unchanged.
 
     A crop is what padding each side by reflection and cutting out at `crops.shift` gives, but nothing is

@@ -3,14 +3,16 @@
 A partition is a function `(labels, rng) -> indices per client`; the factories below make them. Every example goes to
 exactly one client. `federate` applies one to a data set with the cut's own seed, so that the cut can stay fixed while
 everything else about a run changes. `table` counts classes per client.
+
+What clients hold lies in one vector (`Parts`), so that a million of them take no more than their examples' indices.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 import torch
@@ -20,9 +22,47 @@ from unskew.data.datasets import Dataset
 from unskew.errors import PART, UsageError, check_number
 from unskew.seeds import rng
 
-Partition = Callable[[np.ndarray, np.random.Generator], list[np.ndarray]]  # labels -> indices per client
+Partition = Callable[[np.ndarray, np.random.Generator], Sequence[np.ndarray]]  # labels -> indices per client
 
 ATTEMPTS = 1000  # redraws before a partition gives up on `min_size`
+
+
+class Parts(Sequence[Tensor]):
+    """Vectors of indices, one for each client, that lie behind each other in one vector.
+
+    >>> parts = Parts.of([torch.tensor([4, 7]), torch.tensor([1])])
+    >>> len(parts), parts[1], parts.sizes
+    (2, tensor([1]), (2, 1))
+    """
+
+    def __init__(self, indices: Tensor, sizes: Sequence[int]) -> None:
+        self.indices, self.sizes = indices, tuple(sizes)
+        self.ends = np.cumsum(self.sizes, dtype=np.int64)
+
+    @classmethod
+    def of(cls, parts: Iterable[Tensor]) -> Parts:
+        """These vectors, behind each other."""
+        if isinstance(parts, Parts):
+            return parts
+        held = tuple(parts)
+        return cls(torch.cat(held) if held else torch.empty(0, dtype=torch.int64), [len(part) for part in held])
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Tensor, ...]: ...
+    def __getitem__(self, at: int | slice) -> Tensor | tuple[Tensor, ...]:
+        if isinstance(at, slice):
+            return tuple(self[place] for place in range(*at.indices(len(self))))
+        end = int(self.ends[at])
+        return self.indices[end - self.sizes[at] : end]
+
+    def to(self, device: torch.device | str) -> Parts:
+        """The same on another device."""
+        return Parts(self.indices.to(device), self.sizes)
 
 
 @dataclass(frozen=True)
@@ -35,13 +75,18 @@ class Federation:
     """
 
     data: Dataset
-    clients: tuple[Tensor, ...]  # indices into data.x, one vector per client
-    tests: tuple[Tensor, ...] = ()  # likewise what each client holds out for its personal model, if any does
+    clients: Sequence[Tensor]  # indices into data.x, one vector per client; kept as `Parts`
+    tests: Sequence[Tensor] = ()  # likewise what each client holds out for its personal model, if any does
 
-    @functools.cached_property
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "clients", Parts.of(self.clients))
+        object.__setattr__(self, "tests", Parts.of(self.tests))
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Examples per client."""
-        return tuple(len(indices) for indices in self.clients)
+        assert isinstance(self.clients, Parts)
+        return self.clients.sizes
 
 
 def federate(data: Dataset, partition: Partition, cut_seed: int = 0, held_out: float = 0.0) -> Federation:
@@ -66,15 +111,16 @@ def federate(data: Dataset, partition: Partition, cut_seed: int = 0, held_out: f
         tests.append(np.sort(mixed[:number]))
         kept.append(np.sort(mixed[number:]))
     held = _indices(tests, data)
-    data = replace(data, x=x, y=y, x_test=x[torch.cat(held)], y_test=y[torch.cat(held)])
+    data = replace(data, x=x, y=y, x_test=x[held.indices], y_test=y[held.indices])
     return Federation(data, _indices(kept, data), held)
 
 
-def _indices(parts: list[np.ndarray], data: Dataset) -> tuple[Tensor, ...]:
-    return tuple(torch.from_numpy(part).to(data.y.device) for part in parts)
+def _indices(parts: Sequence[np.ndarray], data: Dataset) -> Parts:
+    indices = torch.from_numpy(np.concatenate(parts)).to(data.y.device)
+    return Parts(indices, [len(part) for part in parts])
 
 
-def table(labels: np.ndarray | Tensor, parts: list[np.ndarray] | tuple[Tensor, ...], classes: int) -> np.ndarray:
+def table(labels: np.ndarray | Tensor, parts: Sequence[np.ndarray] | Sequence[Tensor], classes: int) -> np.ndarray:
     """Examples of each class at each client: (clients, classes)."""
     labels = np.asarray(labels)
     return np.stack([np.bincount(labels[np.asarray(part)], minlength=classes) for part in parts])
@@ -90,7 +136,7 @@ def iid(clients: int) -> Partition:
 
     def cut(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
         _enough(labels, clients, 1)
-        return _sorted(np.array_split(rng.permutation(len(labels)), clients))
+        return _parts(_given(rng.permutation(len(labels)), _evenly(len(labels), clients)), clients)
 
     return cut
 
@@ -107,9 +153,8 @@ def dirichlet(clients: int, alpha: float, min_size: int = 1, balance: bool = Fal
     100
     """
 
-    def draw(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
-        held = np.zeros(clients, dtype=np.int64)
+    def draw(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        owner, held = np.empty(len(labels), dtype=np.int64), np.zeros(clients, dtype=np.int64)
         for label in np.unique(labels):
             members = rng.permutation(np.flatnonzero(labels == label))
             share = rng.dirichlet(np.full(clients, alpha))
@@ -117,10 +162,10 @@ def dirichlet(clients: int, alpha: float, min_size: int = 1, balance: bool = Fal
                 room = (held < len(labels) / clients).astype(float)
                 share = share * room if (share * room).sum() > 0 else room
                 share = share / share.sum()
-            for client, piece in enumerate(_shared(members, share)):
-                parts[client].append(piece)
-                held[client] += len(piece)
-        return [np.concatenate(pieces) for pieces in parts]
+            sizes = _shared(len(members), share)
+            owner[members] = np.repeat(np.arange(clients), sizes)
+            held += sizes
+        return owner
 
     return _redrawn("dirichlet", draw, clients, alpha, min_size, "0.1 is very skewed, 100 nearly even")
 
@@ -142,9 +187,10 @@ def shards(clients: int, per_client: int = 2) -> Partition:
         _enough(labels, clients, per_client)
         order = rng.permutation(len(labels))
         order = order[np.argsort(labels[order], kind="stable")]  # by label, random within a label
-        pieces = np.array_split(order, clients * per_client)
-        deal = rng.permutation(len(pieces)).reshape(clients, per_client)
-        return _sorted([np.concatenate([pieces[shard] for shard in hand]) for hand in deal])
+        deal = rng.permutation(clients * per_client).reshape(clients, per_client)
+        holder = np.empty(clients * per_client, dtype=np.int64)  # of each shard
+        holder[deal] = np.arange(clients)[:, None]
+        return _parts(_given(order, _evenly(len(labels), len(holder)), holder), clients)
 
     return cut
 
@@ -177,7 +223,7 @@ def classes(clients: int, per_client: int = 2) -> Partition:
             order = sorted(rng.permutation(present), key=lambda label: len(holders[int(label)]))
             for label in order[:per_client]:
                 holders[int(label)].append(int(client))
-        parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+        owner = np.empty(len(labels), dtype=np.int64)
         for label, holding in holders.items():
             members = rng.permutation(np.flatnonzero(labels == label))
             if len(members) < len(holding):
@@ -185,9 +231,8 @@ def classes(clients: int, per_client: int = 2) -> Partition:
                     f"class {label} has {len(members)} examples for {len(holding)} clients: "
                     "use fewer clients or fewer classes per client"
                 )
-            for client, piece in zip(holding, np.array_split(members, len(holding)), strict=True):
-                parts[client].append(piece)
-        return _sorted([np.concatenate(pieces) for pieces in parts])
+            owner[members] = np.repeat(holding, _evenly(len(members), len(holding)))
+        return _parts(owner, clients)
 
     return cut
 
@@ -200,17 +245,35 @@ def quantity(clients: int, alpha: float, min_size: int = 1) -> Partition:
     [23, 29, 48]
     """
 
-    def draw(labels: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    def draw(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         share = rng.dirichlet(np.full(clients, alpha))
-        return _shared(rng.permutation(len(labels)), share)
+        return _given(rng.permutation(len(labels)), _shared(len(labels), share))
 
     return _redrawn("quantity", draw, clients, alpha, min_size, "small means very unequal sizes")
 
 
-def _shared(members: np.ndarray, share: np.ndarray) -> list[np.ndarray]:
-    """Examples, cut into these shares."""
-    ends = np.rint(np.cumsum(share) * len(members)).astype(np.int64)
-    return np.split(members, ends[:-1])
+def _shared(examples: int, share: np.ndarray) -> np.ndarray:
+    """How many of some examples each of these shares is."""
+    ends = np.rint(np.cumsum(share) * examples).astype(np.int64)
+    return np.diff(ends[:-1], prepend=0, append=examples)
+
+
+def _evenly(examples: int, pieces: int) -> np.ndarray:
+    """How many each of some pieces has, the first ones one more than the last."""
+    return examples // pieces + (np.arange(pieces) < examples % pieces)
+
+
+def _given(order: np.ndarray, sizes: np.ndarray, holder: np.ndarray | None = None) -> np.ndarray:
+    """The owner of each example, where pieces of these sizes are dealt in this order: its piece, or its holder."""
+    owner = np.empty(len(order), dtype=np.int64)
+    owner[order] = np.repeat(np.arange(len(sizes)) if holder is None else holder, sizes)
+    return owner
+
+
+def _parts(owner: np.ndarray, clients: int) -> list[np.ndarray]:
+    """Ascending indices per client: the order inside a client carries no meaning."""
+    order = np.argsort(owner, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
 
 def _enough(labels: np.ndarray, clients: int, min_size: int) -> None:
@@ -226,8 +289,11 @@ def _enough(labels: np.ndarray, clients: int, min_size: int) -> None:
         )
 
 
-def _redrawn(what: str, draw: Partition, clients: int, alpha: float, min_size: int, about: str) -> Partition:
-    """Draw until every client has `min_size` examples."""
+def _redrawn(
+    what: str, draw: Callable[[np.ndarray, np.random.Generator], np.ndarray], clients: int, alpha: float,
+    min_size: int, about: str,
+) -> Partition:  # fmt: skip
+    """Draw owners until every client has `min_size` examples."""
     if not alpha > 0 or not np.isfinite(alpha):
         raise UsageError(f"alpha is {alpha}: it must be a number above 0 ({about})")
 
@@ -235,21 +301,17 @@ def _redrawn(what: str, draw: Partition, clients: int, alpha: float, min_size: i
         _enough(labels, clients, min_size)
         smallest = 0
         for _ in range(ATTEMPTS):
-            parts = draw(labels, rng)
-            if min(map(len, parts)) >= min_size:
-                return _sorted(parts)
-            smallest = max(smallest, min(map(len, parts)))
+            owner = draw(labels, rng)
+            least = int(np.bincount(owner, minlength=clients).min())
+            if least >= min_size:
+                return _parts(owner, clients)
+            smallest = max(smallest, least)
         raise UsageError(
             f"{what}(clients={clients}, alpha={alpha}) left some client below min_size={min_size} in {ATTEMPTS} draws "
             f"(the best draw's smallest client had {smallest}): raise alpha, lower min_size, or use fewer clients"
         )
 
     return cut
-
-
-def _sorted(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Ascending indices per client: the order inside a client carries no meaning."""
-    return [np.sort(part).astype(np.int64) for part in parts]
 
 
 partitions: dict[str, Callable[..., Partition]] = {

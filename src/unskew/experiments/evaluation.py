@@ -200,7 +200,7 @@ def calibrations(
             calibrated, sent = result.model, result.statistics.nbytes
             in_papers = statistics_in_papers(maker.form, data.classes, model.dimension)
         else:  # real features: nothing that a client may send
-            everyone = batches(data, torch.cat(federation.clients))
+            everyone = batches(data, torch.cat([*federation.clients]))
             calibrated, sent, in_papers = maker(model, everyone, draw), None, None
         seconds = time.perf_counter() - began
         file = f"calibrated-{spec.replace(':', '-').replace('=', '')}.safetensors"

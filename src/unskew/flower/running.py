@@ -30,6 +30,7 @@ from unskew.conversation.messages import Request
 from unskew.conversation.model_file import Opened, save_model
 from unskew.conversation.protocol import Result, serve, talk
 from unskew.conversation.roster import Roster, Sent, needed
+from unskew.data.partition import Parts
 from unskew.errors import DataError, UnskewError, UsageError, one_line, printable, shortened
 from unskew.experiments.folder import resumed, save_round, taken
 from unskew.files.signing import read_key, read_sites
@@ -97,7 +98,8 @@ class Federation:
         settings = self.settings
         self._told(self.nodes.meet(settings.required), time.monotonic() - self.began)
         members = self._members()
-        stand_in = tuple(torch.zeros(1, dtype=torch.int64).expand(self.examples[member.site]) for member in members)
+        sizes = [self.examples[member.site] for member in members]
+        stand_in = Parts(torch.zeros(1, dtype=torch.int64).expand(sum(sizes)), sizes)  # what they say that they have
         training = self.app.training(self.app.data(), stand_in)
         self._check(training)
         if not before:

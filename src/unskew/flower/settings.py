@@ -8,7 +8,7 @@ empty text or 0 says that something is left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -190,7 +190,7 @@ class App:
         """The model as it is before the training: the same everywhere."""
         return model_of(self.experiment, self.data(), self.method)
 
-    def training(self, data: Dataset, clients: tuple[torch.Tensor, ...]) -> Training:
+    def training(self, data: Dataset, clients: Sequence[torch.Tensor]) -> Training:
         """The training, of clients that hold these examples of some data."""
         experiment, method = self.experiment, self.method
         model = model_of(experiment, data, method).to(data.y.device)

@@ -2,18 +2,26 @@
 
 Which examples each batch holds, and how they are cropped and flipped, depends on seed, round and client alone: so every
 engine trains on the same batches, in whatever order it takes the clients.
+
+There are two streams. Up to MANY clients, each has a generator of its own. A federation of more draws by counters: what
+is drawn is a hash of seed, round, client and place, so that the plans of many clients are made at once, on any device,
+and each is the same whoever it is made with (`make_plans`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unskew.data.datasets import Crops, draw_crops
-from unskew.seeds import derive, generator
+from unskew.data.datasets import PADDING, Crops, draw_crops
+from unskew.data.partition import Parts
+from unskew.seeds import derive, generator, hashed
+
+MANY = 1000  # clients of a federation beyond which plans are drawn by counters
 
 
 class Plan(NamedTuple):
@@ -56,3 +64,47 @@ def _places(size: int, batch: int) -> Tensor:
 def step_count(examples: int, batch: int, epochs: int, steps: int | None) -> int:
     """How many steps a client takes in a round."""
     return epochs * -(-examples // batch) if steps is None else steps
+
+
+# ---------------------------------------------------------------------------------------------- plans of many clients
+
+
+class Plans(NamedTuple):
+    """The work of several clients in a round, stacked; those with fewer steps have anything behind their own."""
+
+    rows: Tensor  # (K, T, B)
+    crops: Crops | None
+    counts: list[int]  # steps of each
+
+
+def make_plans(
+    parts: Parts, clients: Sequence[int], batch: int, seed: int, round: int, *, epochs: int = 1,
+    steps: int | None = None, augment: bool = False,
+) -> Plans:  # fmt: skip
+    """Batches of some clients, as `make_plan` makes them of their permutations, where `parts` lies."""
+    device = parts.indices.device
+    sizes = [parts.sizes[id] for id in clients]
+    counts = [step_count(size, batch, epochs, steps) for size in sizes]
+    per_epoch = [-(-size // batch) for size in sizes]
+    passes = max(-(-count // of) for count, of in zip(counts, per_epoch, strict=True)) + 1  # one more fills the last
+    begins = [int(parts.ends[id]) - size for id, size in zip(clients, sizes, strict=True)]
+    told = torch.tensor([[*clients], sizes, per_epoch, begins], dtype=torch.int64)
+    ids, n, epoch, begin = (told.pin_memory() if device.type == "cuda" else told).to(device, non_blocking=True)
+    longest, slots = max(sizes), torch.arange(max(counts) * batch, device=device)
+
+    key = hashed(ids ^ derive(seed, "plans", round))
+    stands = torch.arange(longest, device=device)
+    places = (torch.arange(passes, device=device)[:, None] << 32) + stands  # the same whoever the longest client is
+    keys = (hashed(key[:, None, None] + places) >> 1).masked_fill(stands >= n[:, None, None], 2**63 - 1)
+    orders = keys.argsort(dim=-1, stable=True)  # of each pass, the client's own examples before all others
+    turn, place = slots // (epoch * batch)[:, None], slots % (epoch * batch)[:, None]  # (K, T * B)
+    beyond = place >= n[:, None]
+    place = torch.where(beyond, (place - n[:, None]) % n[:, None], place)
+    at = (turn + beyond).clamp(max=passes - 1) * longest + place
+    chosen = orders.view(len(sizes), -1).gather(1, at)
+    rows = parts.indices[begin[:, None] + chosen].view(len(sizes), -1, batch)
+    if not augment:
+        return Plans(rows, None, counts)
+    drawn = hashed(hashed(key + 1)[:, None] + slots).view(rows.shape)
+    shift = torch.stack([(drawn >> bits & 0xFFFFFF) % (2 * PADDING + 1) for bits in (0, 24)], -1).to(torch.uint8)
+    return Plans(rows, Crops(shift, (drawn >> 48 & 1).bool()), counts)

@@ -14,24 +14,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unskew.calibration.calibrator import Calibrator
 from unskew.calibration.selection import calibrate
-from unskew.data.datasets import normalise
-from unskew.data.partition import Federation
+from unskew.data.datasets import Crops, normalise
+from unskew.data.partition import Federation, Parts
 from unskew.errors import COUNT, UsageError, check_number, expect
 from unskew.methods.algorithm import Algorithm, Client, Population, as_trained
 from unskew.methods.optim import SGD, Schedule, constant
 from unskew.models.evaluate import batches, check_width
 from unskew.models.networks import Split
-from unskew.seeds import generator
+from unskew.seeds import derive, generator
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import added
 from unskew.training.aggregate import Aggregator, plain_aggregator
 from unskew.training.client import Visited, any_tensor, at_home, enter, make_visit, seen, settle
 from unskew.training.functional import Network, installed, network
-from unskew.training.plan import Plan, make_plan, step_count
+from unskew.training.plan import MANY, Plan, Plans, make_plan, make_plans, step_count
 from unskew.training.settings import RULES
 from unskew.tree import Tree, each, pick, stack
 
@@ -125,9 +125,9 @@ class Training:
         _check_fit(self)
 
     @functools.cached_property
-    def hosted(self) -> list[Tensor]:
+    def hosted(self) -> Parts:
         """The clients' indices, on the host."""
-        return [indices.cpu() for indices in self.federation.clients]
+        return Parts.of(self.federation.clients).to("cpu")
 
     def start(self) -> Round:
         """Before the first round."""
@@ -149,11 +149,27 @@ class Training:
 
     def plan(self, number: int, id: int, on_host: bool = False) -> Plan:
         """What a client does in a round; `on_host` even if the data are on a GPU."""
-        indices = self.hosted[id] if on_host else self.federation.clients[id]
+        if self.many:
+            rows, crops, _ = self.plans(number, [id], on_host)
+            first = None if crops is None else Crops(*(part[0] for part in crops))
+            return Plan(rows[0], first, derive(self.seed, "noise", number, id))
+        indices = (self.hosted if on_host else self.federation.clients)[id]
         return make_plan(
             indices, self.batch, self.seed, number, id, epochs=self.epochs, steps=self.steps,
             augment=self.augment,
         )  # fmt: skip
+
+    def plans(self, number: int, ids: Sequence[int], on_host: bool = False) -> Plans:
+        """What some clients of many do in a round, made at once."""
+        parts = self.hosted if on_host else Parts.of(self.federation.clients)
+        return make_plans(
+            parts, ids, self.batch, self.seed, number, epochs=self.epochs, steps=self.steps, augment=self.augment
+        )
+
+    @property
+    def many(self) -> bool:
+        """Whether the federation has so many clients that plans are drawn by counters."""
+        return len(self.federation.clients) > MANY
 
     def visitor(self, last: Round, id: int) -> Client:
         """What a client brings to the round after the last one."""

@@ -199,9 +199,8 @@ class LaneBuffers:
     # ------------------------------------------------------------------------------------------ clients come and go
 
     def load(
-        self, places: Sequence[int], servers: Tensor, states: Tensor, kept: Tensor, given: list[dict[str, float]],
-        plans: Sequence[Tree],
-    ) -> None:  # fmt: skip
+        self, places: Sequence[int], servers: Tensor, states: Tensor, kept: Tensor, given: list[dict[str, float]]
+    ) -> None:
         """Put clients on lanes: each has a row of the server's model, of its state and of what the client kept."""
         at, lanes = self._index(places), self.buffers
         for name in ("model", "server", "start"):
@@ -220,9 +219,28 @@ class LaneBuffers:
             lanes[part].index_copy_(0, at, self.sent(held))
         for name in ("velocity", "steps", "loss", "position"):
             lanes[name].index_fill_(0, at, 0)
-        if self.noise and self.alone:
-            for place, numbers in zip(places, given, strict=True):
-                self.noise[place] = torch.Generator().manual_seed(int(numbers["noise"])).get_state()
+
+    @property
+    def draw_apart(self) -> bool:
+        """Whether each lane draws from its client's own seed."""
+        return bool(self.noise) and self.alone
+
+    def seed(self, places: Sequence[int], seeds: Sequence[int]) -> None:
+        """Let layers that draw for themselves begin here on some lanes."""
+        for place, seed in zip(places, seeds, strict=True):
+            self.noise[place] = torch.Generator().manual_seed(seed).get_state()
+
+    def plan_together(self, places: Sequence[int], plans: Tree) -> None:
+        """Lay stacked plans on lanes; they are on the device already."""
+        at = self._index(places)
+        for name, value in plans.items():
+            self.buffers[name][:, : value.shape[1]].index_copy_(0, at, value)
+
+    def plan(self, places: Sequence[int], plans: Sequence[Tree]) -> None:
+        """Lay plans of clients, which lie on the host, on lanes."""
+        if not plans:
+            return
+        at, lanes = self._index(places), self.buffers
         steps = {len(plan["rows"]) for plan in plans}
         for name in plans[0]:
             if len(steps) == 1 and max(steps) <= SHORT:  # together, for a copy costs more than what it moves
@@ -268,7 +286,7 @@ class LaneBuffers:
         """Move a client to another lane."""
         for value in self.buffers.values():
             value[target].copy_(value[source])
-        if self.noise and self.alone:
+        if self.draw_apart:
             self.noise[target] = self.noise[source]
         self.rest([source])
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unskew.data.datasets import Crops
 from unskew.methods.algorithm import Client
 from unskew.seeds import derive
 from unskew.training.client import settle
@@ -29,9 +30,9 @@ from unskew.training.engines.lanes.buffers import SHORT, LaneBuffers
 from unskew.training.engines.lanes.step import Rows
 from unskew.training.engines.lanes.timetable import Add, Load, Visit
 from unskew.training.training import Diverged, Round, Training
-from unskew.tree import Tree, each, pick, prefix, rows, stack, under
+from unskew.tree import Tree, each, pick, prefix, rows, under
 
-TOGETHER = 16  # uploads that are added at once on a GPU, counted in the cohort's order; on a CPU one after the other
+TOGETHER = 16  # uploads that are added at once on a GPU, in the cohort's order, and four times as many of many clients
 PIECES = 64  # of work that the plans of many clients are made in
 
 
@@ -59,6 +60,7 @@ class LaneRuns:
         self.runs, self.cohorts, self.lanes, self.pool = runs, cohorts, lanes, pool
         self.last, self.first = list(last), [before.number + 1 for before in last]
         self.cuda, self.processes = lanes.device.type == "cuda", ranks()[1]
+        self.together = TOGETHER if self.cuda else 1
         self.servers, self.states = (lanes.rows_of[name].more(len(runs)) for name in ("server", "state"))
         self.kept: dict[tuple[int, int], Tensor] = {}  # what clients keep, as rows on the host
         self.finished: list[list[Finished]] = [[] for _ in runs]  # in the rounds under way
@@ -67,7 +69,8 @@ class LaneRuns:
         self.diverged: dict[int, Diverged] = {}
         self.began = [time.perf_counter()] * len(runs)
         self.sums: list[Any] = [None] * len(runs)
-        self.early: list[dict[int, Tree]] = [{} for _ in runs]  # uploads by place in the cohort, until their turn comes
+        self.early: list[dict[int, Tensor]] = [{} for _ in runs]  # uploads, as rows, by place, until their turn comes
+        self.uploads: dict[int, Rows] = {}  # how a run's upload lies in a row
         self.added = [0] * len(runs)  # uploads that are in the sum
         self.left_rows: dict[int, Rows] = {}
         for run in range(len(runs)):
@@ -91,6 +94,8 @@ class LaneRuns:
     def _ahead(self, run: int, round: int) -> None:
         """Let threads make the plans of a round while the device works."""
         ids = self.cohorts[run][round] if round < len(self.cohorts[run]) else []
+        if self.runs[run].many:  # made on the device, as clients come
+            return
         together = max(1, len(ids) // PIECES)
         for first in range(0, len(ids), together):
             some = ids[first : first + together]
@@ -107,17 +112,34 @@ class LaneRuns:
         kept = self.lanes.kept.flat.new_zeros(len(visits), 0)
         if self.lanes.kept.width:
             kept = torch.stack([self._brought(visit) for visit in visits])
-        given = []
-        for visit in visits:
-            training = self.runs[visit.run]
-            sgd = training.sgd(self.first[visit.run] + visit.round)
-            noise = derive(training.seed, "noise", self.first[visit.run] + visit.round, self._id(visit))
-            given.append({**training.algorithm.numbers, **sgd._asdict(), "count": visit.steps, "noise": noise})
-        planned = [self.plans.pop((visit.run, visit.round, visit.place)) for visit in visits]
-        plans = [made.result()[place] for made, place in planned]
         of = self.lanes.sent(torch.tensor([visit.run for visit in visits]))
         places = [lane for lane, _ in loads]
-        self.lanes.load(places, self.servers.flat[of], self.states.flat[of], kept, given, plans)
+        given = [{**self._given(visit.run, visit.round), "count": visit.steps} for visit in visits]
+        self.lanes.load(places, self.servers.flat[of], self.states.flat[of], kept, given)
+        if self.lanes.draw_apart:
+            self.lanes.seed(places, [self._noise(visit) for visit in visits])
+        self._plan(loads)
+
+    @functools.cache  # noqa: B019
+    def _given(self, run: int, round: int) -> dict[str, float]:
+        """The numbers that all clients of a round are given."""
+        training = self.runs[run]
+        return {**training.algorithm.numbers, **training.sgd(self.first[run] + round)._asdict()}
+
+    def _noise(self, visit: Visit) -> int:
+        """The seed of a client's layers that draw for themselves."""
+        return derive(self.runs[visit.run].seed, "noise", self.first[visit.run] + visit.round, self._id(visit))
+
+    def _plan(self, loads: Sequence[Load]) -> None:
+        """Lay clients' plans on their lanes: those of many clients at once, each run's; others as threads made them."""
+        few = [(lane, visit) for lane, visit in loads if not self.runs[visit.run].many]
+        planned = [self.plans.pop((visit.run, visit.round, visit.place)) for _, visit in few]
+        self.lanes.plan([lane for lane, _ in few], [made.result()[place] for made, place in planned])
+        many = sorted((load for load in loads if self.runs[load.visit.run].many), key=_round_of)
+        for (run, round), some in itertools.groupby(many, _round_of):
+            group = list(some)
+            made = self.runs[run].plans(self.first[run] + round, [self._id(visit) for _, visit in group])
+            self.lanes.plan_together([lane for lane, _ in group], _as_planned(made.rows, made.crops))
 
     def _brought(self, visit: Visit) -> Tensor:
         """What a client kept, as a row on the device."""
@@ -134,7 +156,7 @@ class LaneRuns:
         """Take clients off their lanes, run by run; on a CPU one by one, lest bits depend on who finishes together."""
         for run, some in itertools.groupby(sorted(adds, key=lambda add: add.visit.run), lambda add: add.visit.run):
             group = list(some)
-            for part in [group] if self.cuda else [[one] for one in group]:
+            for part in [group] if self.together > 1 else [[one] for one in group]:
                 self._finish(run, part)
 
     def _finish(self, run: int, group: Sequence[Add]) -> None:
@@ -154,14 +176,20 @@ class LaneRuns:
         """Add uploads whose turn has come; the others wait."""
         ids, early = self.cohorts[run][self.last[run].number + 1 - self.first[run]], self.early[run]
         full = self.cuda and sum(map(len, self.early)) > 2 * len(self.lanes.buffers["loss"])
-        for row, place in enumerate(places):
-            early[place] = each(self._homeward, rows(uploads, row)) if full else rows(uploads, row)
+        if run not in self.uploads:
+            self.uploads[run] = Rows(rows(uploads, 0), self.lanes.buffers["loss"])
+        packing = self.uploads[run]
+        flat = packing.packed(uploads, (len(places),))
+        early.update(zip(places, (self._homeward(flat) if full else flat).unbind(), strict=True))
+        together = self.together * (4 if self.runs[run].many else 1)
         while self.added[run] < len(ids):
-            turn = range(self.added[run], min(self.added[run] + (TOGETHER if self.cuda else 1), len(ids)))
+            turn = range(self.added[run], min(self.added[run] + together, len(ids)))
             if not all(place in early for place in turn):
                 break
-            there = [each(self._here, early.pop(place)) for place in turn]
-            self.sums[run] = self.runs[run].aggregator.add(self.sums[run], [ids[place] for place in turn], stack(there))
+            there = torch.stack([self._here(early.pop(place)) for place in turn])
+            self.sums[run] = self.runs[run].aggregator.add(
+                self.sums[run], [ids[place] for place in turn], packing.trees(there)
+            )
             self.added[run] = turn.stop
 
     def _here(self, value: Tensor) -> Tensor:
@@ -282,11 +310,20 @@ def _itself(round: Round) -> Round:
     return round
 
 
+def _round_of(load: Load) -> tuple[int, int]:
+    return load.visit.run, load.visit.round
+
+
+def _as_planned(rows: Tensor, crops: Crops | None) -> Tree:
+    """A plan, or stacked ones, as the lanes take it."""
+    return {"rows": rows.to(torch.int32), **(crops._asdict() if crops else {})}
+
+
 def _planned(run: Training, number: int, ids: Sequence[int], pinned: bool) -> list[Tree]:
     """Plans of some clients as the lanes take them."""
     made = []
     for id in ids:
         todo = run.plan(number, id, on_host=True)
-        parts: Tree = {"rows": todo.rows.to(torch.int32), **(todo.crops._asdict() if todo.crops else {})}
+        parts = _as_planned(todo.rows, todo.crops)
         made.append(each(Tensor.pin_memory, parts) if pinned and len(todo.rows) > SHORT else parts)
     return made
