@@ -13,14 +13,14 @@ import torch
 
 from helpers.federations import CONFIG, Stage, examples_of
 from unskew.conversation.heads_file import heads_bytes
-from unskew.conversation.messages import read_reply
+from unskew.conversation.messages import Fault, read_reply
 from unskew.conversation.tasks import Task
 from unskew.errors import UsageError
 from unskew.files.signing import new_key
 from unskew.flower import home
 from unskew.flower.app import Site
 from unskew.flower.letters import QUERY, TRAIN, Letter
-from unskew.flower.records import Phase, Scored, read
+from unskew.flower.records import Ended, Phase, Scored, read
 from unskew.flower.settings import App
 from unskew.flower.site import converse, said_by
 from unskew.flower.sources import own
@@ -335,3 +335,22 @@ def test_a_site_without_a_folder_says_why_it_has_lost_what_it_kept(stage):
     said = said_by(Site(lambda context: examples_of("a")).train, lambda: letter, context).about["failed"]
     assert "what this site keeps since round 2 is lost" in said
     assert "for one run of Flower's: it ends with either, also where a federation is resumed" in said
+
+
+# ---------------------------------------------------------------------------------------------- who it says to be
+
+
+@pytest.mark.parametrize("fault", ["another name", "its app died"])
+def test_a_node_that_was_no_site_is_greeted_again(stage, fault):
+    """With a key it keeps its number when it is started anew; and an app can fail once."""
+    begun = stage.clock.now
+
+    def late(letter, said):
+        if letter.about["ask"] == "who" and stage.clock.now < begun + 20:
+            return Letter({"site": "z"}) if fault == "another name" else Fault("failed", "the process of its app died")
+        return said
+
+    stage.join("c", change=late)
+    stage.federation(patience=100.0).carry_out()
+    assert [record.well for record in read(stage.folder / "out") if isinstance(record, Ended)] == [True]
+    assert phases(stage)["sites"].others == {}
