@@ -2,6 +2,8 @@
 
 import ast
 import os
+import re
+import runpy
 import ssl
 import stat
 import subprocess
@@ -17,7 +19,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from helpers.commands import unskew
+from unskew.cli import flower as command
 from unskew.errors import UsageError
+from unskew.flower.deployment import local
 from unskew.flower.deployment.certificates import write_certificates, write_keys
 from unskew.flower.deployment.init import write_app
 from unskew.flower.deployment.local import Node, free_port
@@ -59,7 +63,9 @@ def test_the_apps_values_are_those_of_the_settings(tmp_path):
         assert name in chosen or getattr(told.settings, name) == getattr(bare.settings, name), name
 
 
-@pytest.mark.parametrize("name", ["My-App", "1app", "app_", "a b", "app--x", "ä"])
+@pytest.mark.parametrize("name", [
+    "My-App", "1app", "app_", "a b", "app--x", "ä", "unskew", "torch", "json", "class", "test", "import",
+])  # fmt: skip
 def test_names_that_no_app_can_have(tmp_path, name):
     with pytest.raises(UsageError, match="can't be the name of an app"):
         write_app(tmp_path / name)
@@ -89,6 +95,28 @@ def test_a_value_that_the_app_does_not_have_is_refused(tmp_path):
     assert told.code == 2
     assert "has no evaluate-every, and Flower changes only what is there (sites, " in told.err
     assert "add it to [tool.flwr.app.config]" in told.err
+
+
+@pytest.mark.parametrize(("word", "value"), [
+    ("require=2", "2"), ("require=0.8", "0.8"), ("out=2020-01-01", "2020-01-01"), ("inputs=10", "10"),
+    ("rounds=10", 10), ("lr=0.5", 0.5), ("resume=true", True), ("sites=a,b", "a,b"), ('out=a"b', 'a"b'),
+])  # fmt: skip
+def test_a_value_that_is_typed_has_the_kind_that_the_app_has(tmp_path, word, value):
+    write_app(tmp_path / "app")
+    assert command._values(tmp_path / "app", [word]) == {word.partition("=")[0]: value}
+
+
+@pytest.mark.parametrize("word", ["rounds=2020-01-01", "rounds=[1]", "rounds=ten", "rounds={}", "rounds=3\ny=1"])
+def test_a_value_that_is_no_number_is_refused(tmp_path, word):
+    write_app(tmp_path / "app")
+    told = unskew("flower", "run", str(tmp_path / "app"), "--set", word)
+    assert told.code == 2
+    assert "is no number, and neither true nor false" in told.err
+
+
+@pytest.mark.parametrize(("require", "text"), [(2, "2"), (0.8, "0.8"), ("all", "all")])
+def test_how_many_must_reply_can_be_written_as_a_number(require, text):
+    assert App.of({"sites": 3, "labels": "a,b", "inputs": "4,8,8", "require": require}).settings.require == text
 
 
 # ---------------------------------------------------------------------------------------------- certificates and keys
@@ -147,6 +175,92 @@ def test_keys_are_never_written_over(tmp_path):
         write_keys(tmp_path, ["../a"])
     with pytest.raises(UsageError, match="hosts is empty"):
         write_certificates(tmp_path, [" "])
+
+
+@pytest.mark.parametrize("words", [
+    ["--host", "h", "--sites", "a", "b/c"], ["--host", "h", "--sites", "a", "a"], ["--host", " ", "--sites", "a"],
+    ["--host", "\u00e4", "--sites", "a"], ["--host", "h", "--sites", "a", "a.pub"],
+    ["--host", "h", "--sites", "ca.crt"],
+])  # fmt: skip
+def test_keys_are_made_for_all_or_for_nobody(tmp_path, monkeypatch, words):
+    """What was refused can be mended and made again."""
+    write_app(tmp_path / "app")
+    monkeypatch.chdir(tmp_path)
+
+    def made(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["make_keys.py", *words])
+        runpy.run_path(str(tmp_path / "app" / "make_keys.py"), run_name="__main__")
+
+    with pytest.raises(SystemExit, match="2"):
+        made(*words)
+    assert not (tmp_path / "keys").exists()
+    made("--host", "h", "--sites", "a", "b")
+    assert {path.name for path in (tmp_path / "keys").iterdir()} == {
+        "ca.crt", "server.pem", "server.key", "a", "a.pub", "b", "b.pub",
+    }  # fmt: skip
+
+
+def test_a_disk_that_is_full_leaves_no_half(tmp_path, monkeypatch):
+    opened, count = os.open, iter(range(100))
+
+    def full(*of):
+        if next(count) == 2:
+            raise OSError("the disk is full")
+        return opened(*of)
+
+    monkeypatch.setattr("unskew.flower.deployment.certificates.os.open", full)
+    with pytest.raises(OSError, match="full"):
+        write_keys(tmp_path, ["a", "b"])
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------- a deployment here
+
+
+def test_each_superlink_is_told_of_the_keys(tmp_path, monkeypatch):
+    """A SuperLink forgets them with its end; the keys stay where they are."""
+    calls = []
+    monkeypatch.setattr(local, "program", lambda name: "true")
+    monkeypatch.setattr(local, "_answers", lambda port: True)
+    monkeypatch.setattr(local.Flower, "call", lambda self, *words: calls.append(words))
+    for _ in range(2):
+        with local.Local(tmp_path / "x") as here:
+            here.start_superlink(secure=True)
+            for site in ("a", "b/c", "a"):  # one of them started anew
+                here.start_node(site, {})
+            here.start_node("d", {}, registered=False)
+    assert [(words[1], words[-1]) for words in calls] == [("register", "a"), ("register", "b/c")] * 2
+    assert calls[:2] == calls[2:]
+
+
+def test_files_of_sites_are_not_those_of_others():
+    names = ["a b", "a_b", "a/b", "superlink", "A", "a", "\u00e4", "\u00f6", "a.pub", "x" * 300]
+    files = [local.file_of(name) for name in names]
+    assert len(set(files)) == len(files)
+    assert "superlink" not in files
+    assert max(map(len, files)) < 60
+    assert local.file_of("clinic_a") == "clinic_a"
+
+
+@pytest.mark.parametrize("value", [
+    "/data/a b", '/data/we"ird', '/data/x" site="b', "/data/\U0001f600", "C:\\x", "end\\", 'both\\"', "it's", "x=1 y=2",
+    "two\nlines", "\x7f\x01", "x.toml", "", '"', "\\u0022", True, 3, 1e-5,
+])  # fmt: skip
+def test_values_come_through_flowers_command_line(value):
+    """It cuts a line at pairs by this pattern, and reads what it finds as TOML."""
+    line = f"site={local.toml('a')} data={local.toml(value)} n=3"
+    pairs = re.findall(r"(\S+?)=(\'[^\']*\'|\"[^\"]*\"|\S+)", line)
+    assert tomllib.loads("\n".join(f"{key} = {text}" for key, text in pairs)) == {"site": "a", "data": value, "n": 3}
+
+
+def test_nobody_else_looks_into_the_folder_of_a_deployment(tmp_path):
+    before = os.umask(0o022)
+    try:
+        with command._alone(tmp_path / ".flower"):
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / ".flower").stat().st_mode) == 0o700
 
 
 # ---------------------------------------------------------------------------------------------- watching and stopping

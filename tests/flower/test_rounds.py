@@ -52,7 +52,8 @@ class ByLetters:
         def handle(letter: Letter, kind: str):
             if kind == QUERY:
                 return Letter({"site": id})
-            return said_by(lambda letter, _: train(training, letter, Home(context, id, RUN)), lambda: letter, context)
+            home = Home(context, id, RUN)
+            return said_by(lambda letter, _: train(training, letter, home, self.fetched), lambda: letter, context)
 
         return handle
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from flwr.clientapp import ClientApp
 
 from unskew.conversation.messages import Candidates, read_request
+from unskew.errors import DataError
 from unskew.flower.app import Site
 from unskew.flower.letters import Letter
 from unskew.flower.site import handling, site_of
@@ -40,7 +41,7 @@ from .data import examples, test_examples
 
 
 def failed(letter, work):
-    raise RuntimeError("the disk is full")
+    raise DataError("the disk is full")
 
 
 def changed(name, change, sent=False):

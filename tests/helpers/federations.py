@@ -128,15 +128,16 @@ class Stage:
 
     def join(
         self, site: str, number: int | None = None, change: Callable[[Letter, Letter], Said | Late] | None = None,
-        told: Mapping[str, object] | None = None, examples: object = None,
+        told: Mapping[str, object] | None = None, examples: object = None, node: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         """Let a site's node come; another number for the same site is a node that was restarted. `change` is given each
-        letter and the reply to it, and gives what arrives. `told` are values that it alone has.
+        letter and the reply to it, and gives what arrives. `told` are values of the app that it alone has, `node` those
+        of its SuperNode.
         """
         number = ord(site) if number is None else number
         own = Site(lambda context: examples or examples_of(site), lambda context: examples_of(f"test {site}", 40))
         functions = {TRAIN: own.train, QUERY: own.query, EVALUATE: own.evaluate}
-        node = {"site": site, "state": str(self.folder / "state" / site)}
+        node = {"site": site, "state": str(self.folder / "state" / site), **(node or {})}
 
         def handle(letter: Letter, kind: str) -> Said | Late:
             context = SimpleNamespace(node_config=node, run_config={**self.config, **(told or {})}, node_id=number)

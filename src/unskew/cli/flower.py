@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -211,8 +212,8 @@ def _config(app: Path, values: Sequence[str], more: Mapping[str, Any]) -> dict[s
 
 
 def _values(app: Path, words: Sequence[str]) -> dict[str, Any]:
-    """Values as they are typed, KEY=VALUE: numbers, true and false; everything else is a text. Flower changes those
-    alone that stand in the app's file.
+    """Values as they are typed, KEY=VALUE: texts where the app's file has a text, else numbers, true and false. Flower
+    changes those alone that stand in that file.
     """
     found, there = {}, _config_of(app)
     for word in words:
@@ -222,11 +223,18 @@ def _values(app: Path, words: Sequence[str]) -> dict[str, Any]:
         if key not in there:
             raise UsageError(f"--set {word}: {app / 'pyproject.toml'} has no {key}, and Flower changes only what is "
                              f"there ({', '.join(there)}): add it to [tool.flwr.app.config]")  # fmt: skip
-        try:
-            found[key] = tomllib.loads(f"x = {value}")["x"]
-        except tomllib.TOMLDecodeError:
-            found[key] = value
+        found[key] = value if isinstance(there[key], str) else _plain(word, value)
     return found
+
+
+def _plain(word: str, value: str) -> Any:
+    """A number, true or false, as it is typed."""
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        held = tomllib.loads(f"x = {value}")
+        if held.keys() == {"x"} and isinstance(held["x"], int | float):
+            return held["x"]
+    raise UsageError(f"--set {word}: {value!r} is no number, and neither true nor false, as it is in the app's file: "
+                     "give one, as in rounds=10")  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- one `up` at a time
@@ -236,7 +244,7 @@ def _alone(folder: Path) -> Any:
     """Hold the folder of a deployment against a second one."""
     from unskew.files.locks import folder_locked
 
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder_locked(folder, "stop the `unskew flower up` that runs there")
 
 

@@ -119,7 +119,12 @@ def metadata_of(path: Source) -> dict[str, str]:
 
 def save_sealed(path: Path, tree: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Replace a safetensors file by one that carries a seal: see `load_sealed`."""
-    save_tree(path, tree, {**metadata, "seal": seal(tree, metadata)})
+    write_bytes(path, sealed_bytes(tree, metadata))
+
+
+def sealed_bytes(tree: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """The content of such a file."""
+    return tree_bytes(tree, {**metadata, "seal": seal(tree, metadata)})
 
 
 def load_sealed(path: Source) -> tuple[Tree, dict[str, str]]:

@@ -154,7 +154,8 @@ def client_app(path: Path) -> ClientApp:
 
     def trained(letter: Letter, context: Context) -> Letter:
         torch.set_num_threads(1)
-        return train(_load(path), letter, Home(context, site_of(context), letter.text("run")))
+        home = Home(context, site_of(context), letter.text("run"))
+        return train(_load(path), letter, home, simulated=True)
 
     app.train("unskew")(handling(trained))
     app.query("unskew")(handling(lambda letter, context: Letter({"site": site_of(context)})))

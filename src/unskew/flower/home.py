@@ -1,23 +1,24 @@
 """What stays with a site between messages: each is handled by a process of its own.
 
 What a client keeps of a method (SCAFFOLD's control, MOON's last model, personal layers) lies in Flower's context, which
-the SuperNode holds in memory, or in a folder that the site names (`--node-config 'state="/var/lib/unskew"'`), where it
-outlives the SuperNode. It is kept as it was after the last two visits: the server says which of its rounds counted
-last, so a site goes on from there, whether or not its last reply arrived. Statistics lie in that folder too, or in this
-user's cache, from the first request of a conversation to its end.
+the SuperNode holds in memory for one run of Flower's, or in a folder that the site names (`--node-config
+'state="/var/lib/unskew"'`), where it outlives the SuperNode and the run. It is kept as it was after the last two
+visits: the server says which of its rounds counted last, so a site goes on from there, whether or not its last reply
+arrived. Statistics lie in that folder too, or in this user's cache, from the first request of a conversation to its
+end, or to the next conversation. Everything lies in a folder of Unskew's own in there, which nobody else may read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unskew.errors import DataError
-from unskew.files.writing import cache_folder, load_sealed, replacing, save_sealed
+from unskew.files.writing import cache_folder, load_sealed, replacing, sealed_bytes
 from unskew.flower.letters import record_of, tree_of
 from unskew.tree import Tree, prefix, under
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from flwr.app import Context
 
 KEPT, RUN = "unskew-kept", "unskew-run"  # the names of two records in Flower's context
-OLD = 14 * 24 * 3600.0  # seconds after which statistics that nobody asked for any more are removed
+OWN = "unskew-flower"  # the folder in what a site names, in which nothing but this lies
+OLD = {"statistics": 14 * 24 * 3600.0, "kept": 90 * 24 * 3600.0}  # seconds after which files are removed, by what is in
+FILE = re.compile(r"\.?(kept|statistics)-[0-9a-f]{8,64}(\.\d+\.tmp)?")
 
 
 class Home:
@@ -34,19 +37,19 @@ class Home:
     def __init__(self, context: Context, site: str, run: str) -> None:
         if not re.fullmatch("[0-9a-f]{8,64}", run):
             raise DataError(f"the run of a letter is {run!r}: it must be 8 to 64 digits 0..9, a..f")
-        folder = str(context.node_config.get("state", ""))
-        self.context, self.run = context, run
-        self.lasting = Path(folder).expanduser() if folder else None
-        own = hashlib.sha256(f"{site}\0{context.node_id}\0{run}".encode()).hexdigest()[:24]
-        self.folder = (self.lasting or cache_folder() / "flower") / own
-        self._file = None if self.lasting is None else self.lasting / f"{_named(site)}-{run}.safetensors"
+        state = str(context.node_config.get("state", ""))
+        self.context, self.run, self.lasting = context, run, bool(state)
+        self.root = Path(state).expanduser() / OWN if state else cache_folder() / "flower"
+        # A node that is started again can have another number: what a site's own folder holds is the site's.
+        self.folder = self.root / (_named(site) if state else f"{_named(site)}-{context.node_id}")
 
     # ------------------------------------------------------------------------------------------ between rounds
 
     def snapshots(self) -> dict[int, Tree]:
         """What the client keeps, by the round after which it kept that."""
-        if self._file is not None:
-            tree = load_sealed(self._file)[0] if self._file.exists() else {}
+        if self.lasting:
+            path = self.path("kept")
+            tree = {} if path is None else load_sealed(path)[0]
         elif dict(self.context.state.config_records.get(RUN, {})).get("run") == self.run:
             tree = tree_of(self.context.state.array_records[KEPT])
         else:
@@ -59,9 +62,8 @@ class Home:
         tree: Tree = {}
         for number, kept in snapshots.items():
             tree |= prefix(str(number), kept)
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            save_sealed(self._file, tree, {"run": self.run})
+        if self.lasting:
+            self._write("kept", sealed_bytes(tree, {"run": self.run}))
             return
         from flwr.app import ConfigRecord
 
@@ -70,21 +72,32 @@ class Home:
 
     # ------------------------------------------------------------------------------------------ in a conversation
 
-    def put(self, name: str, content: bytes) -> None:
-        """Write a file of this conversation."""
-        _sweep(self.folder.parent)
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with replacing(self.folder / name) as temporary:
-            temporary.write_bytes(content)
+    def put(self, statistics: bytes) -> None:
+        """Write the statistics of this conversation, in place of those of any other."""
+        for other in self.folder.glob("statistics-*"):
+            other.unlink(missing_ok=True)
+        self._write("statistics", statistics)
 
-    def path(self, name: str) -> Path | None:
-        """Where a file of this conversation lies, if it does."""
-        found = self.folder / name
+    def path(self, what: str) -> Path | None:
+        """Where the file of this run lies that holds what is "kept", or the "statistics", if it does."""
+        found = self.folder / f"{what}-{self.run}"
         return found if found.is_file() else None
 
     def forget(self) -> None:
-        """Remove the files of this conversation."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the files of this run: a conversation ends when the training has ended."""
+        for what in OLD:
+            (self.folder / f"{what}-{self.run}").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds others
+            self.folder.rmdir()
+
+    def _write(self, what: str, content: bytes) -> None:
+        """Write a file of this run, which nobody else may read."""
+        _sweep(self.root)
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.folder.mkdir(exist_ok=True, mode=0o700)
+        with replacing(self.folder / f"{what}-{self.run}") as temporary:
+            temporary.touch(mode=0o600)
+            temporary.write_bytes(content)
 
 
 def _named(site: str) -> str:
@@ -93,8 +106,11 @@ def _named(site: str) -> str:
     return f"{plain}-{hashlib.sha256(site.encode()).hexdigest()[:8]}"
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what conversations that never ended have left long ago."""
-    for found in folder.glob("*") if folder.is_dir() else ():
-        if re.fullmatch("[0-9a-f]{24}", found.name) and time.time() - found.stat().st_mtime > OLD:
-            shutil.rmtree(found, ignore_errors=True)
+def _sweep(root: Path) -> None:
+    """Remove what runs that never ended have left long ago; and nothing that is not ours."""
+    for path in root.glob("*/*"):
+        ours = FILE.fullmatch(path.name)
+        with contextlib.suppress(OSError):  # another process was faster, or the folder holds other files
+            if ours and time.time() - path.stat().st_mtime > OLD[ours[1]]:
+                path.unlink()
+                path.parent.rmdir()

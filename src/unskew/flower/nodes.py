@@ -24,6 +24,7 @@ from unskew.flower.post import GONE, Came, Post
 log = getLogger("flwr.unskew")  # which Flower shows, and sends to whoever streams the run
 GREETING = 60.0  # seconds that a node has to say who it is
 NEWS = 3.0  # seconds between two looks for nodes that come and go
+AGAIN = 30.0  # seconds after which a node that is no site is greeted again: it may have been started anew since
 CLAIM = 90.0  # seconds after which Flower knows that a node has gone
 KEPT = 12 * 3600.0  # seconds that Flower keeps a message and its reply beyond the deadline, as without one
 PROVE = "let SuperNodes prove who they are: --enable-supernode-auth, and flwr supernode register --name"
@@ -66,6 +67,7 @@ class Nodes:
         self.told: dict[str, Letter] = {}  # what each site has said of itself
         self.strange: dict[int, str] = {}  # nodes that are no site, and why
         self.doubled: dict[str, str] = {}  # sites that more than one node says to be, and what to do
+        self._odd: dict[int, float] = {}  # when a node has last been found to be no site
         self._greeted: dict[int, Sent] = {}
         self._claims: dict[str, tuple[int, float, Letter]] = {}  # nodes that say they are a site which another one is
         self._names: dict[int, str] = {}  # that nodes are registered under
@@ -99,7 +101,8 @@ class Nodes:
                 log.warning("%s: its SuperNode is offline", printable(site))
                 del self.of[site]
             self._settle_claims(there, now)
-            known = {*self.of.values(), *self._greeted, *self.strange, *(node for node, *_ in self._claims.values())}
+            odd = [node for node, since in self._odd.items() if now - since < AGAIN]
+            known = {*self.of.values(), *self._greeted, *odd, *(node for node, *_ in self._claims.values())}
             if new := [node for node in there if node not in known]:
                 numbers = self.post.send(dict.fromkeys(new, Letter({"ask": "who"})), QUERY, GREETING)
                 self._greeted |= {
@@ -125,9 +128,13 @@ class Nodes:
             if site not in self.sites:
                 raise DataError(f"it says that it is {site!r}, which is none of the sites")
         except DataError as error:
+            self._odd[node] = time.monotonic()
+            if self.strange.get(node) != str(error):
+                log.warning("node %d is no site: %s", node, error)
             self.strange[node] = str(error)
-            log.warning("node %d is no site: %s", node, error)
             return
+        self.strange.pop(node, None)
+        self._odd.pop(node, None)
         if site in self.of or site in self.doubled:
             self._claims[site] = node, time.monotonic(), came
         else:

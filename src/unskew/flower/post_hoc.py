@@ -27,7 +27,7 @@ from unskew.flower.home import Home
 from unskew.flower.letters import Letter, record_of, tree_of
 from unskew.flower.nodes import Nodes
 from unskew.flower.post import GridPost
-from unskew.flower.site import converse, handling, site_of
+from unskew.flower.site import Own, converse, handling, site_of
 from unskew.flower.talking import asking, end
 from unskew.models.cutting import rejoined, split
 from unskew.models.networks import Split
@@ -69,7 +69,7 @@ def with_calibration(
             return _Pairs(batches(context), keys)
 
         def holding(weights: Tree) -> Split:
-            given = example if example is not None else next(iter(examples()))[0][:1]
+            given = example if example is not None else next(iter(Own(examples)))[0][:1]
             return _cut(model, weights, given, layer)
 
         home = Home(context, site_of(context), letter.text("run"))

@@ -33,7 +33,7 @@ from unskew.conversation.roster import Roster, Sent, needed
 from unskew.data.partition import Parts
 from unskew.errors import DataError, UnskewError, UsageError, one_line, printable, shortened
 from unskew.experiments.folder import resumed, save_round, taken
-from unskew.files.signing import read_key, read_sites
+from unskew.files.signing import Key, read_key, read_sites
 from unskew.flower.letters import EVALUATE, QUERY, Letter
 from unskew.flower.nodes import Nodes
 from unskew.flower.post import Post
@@ -180,7 +180,7 @@ class Federation:
             trained, names, settings.task(), calibrator=settings.calibrator, validated=settings.hold_out > 0,
             require=settings.required, robust=settings.robust, seed=self.app.experiment.seed,
             keys=read_sites(Path(settings.keys)) if settings.keys else None,
-            key=read_key(Path(settings.key)) if settings.key else None,
+            key=self._key(),
         )  # fmt: skip
         ask = asking(self.nodes, dict(trained.state_dict()), self.run, settings.deadline, self._least)
         seconds = list[float]()
@@ -206,6 +206,10 @@ class Federation:
         log.info("head: %s", result.head)
         return result
 
+    def _key(self) -> Key | None:
+        """What the server signs candidate heads with, if it does."""
+        return read_key(Path(self.settings.key)) if self.settings.key else None
+
     def _least(self, sites: int) -> int:
         """How many of some sites must reply; a number that was meant for all is not more than these."""
         required = self.settings.required
@@ -217,7 +221,7 @@ class Federation:
         """Let the sites score models on their test data, if they have any."""
         made = {} if result is None or result.head == OLD else {result.head: result.model.classifier}
         nothing = FeatureStats.zero(trained.classes, trained.dimension, "none")
-        heads = heads_bytes(trained, made, nothing)
+        heads = heads_bytes(trained, made, nothing, key=self._key())
         letter = Letter({"ask": "evaluate", "run": self.run}, {"weights": dict(trained.state_dict())}, heads)
         roster = Roster(f"scores of {what}", self.nodes.sites, kinds=(Letter,))
         names, found = [OLD, *made], dict[str, Counts]()

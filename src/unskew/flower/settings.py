@@ -145,8 +145,9 @@ class App:
             for name, entry in known.items():
                 if entry.default is MISSING and name not in given:
                     raise UsageError(f"{_key(name)} is missing: {entry.metadata['help']}")
-            if type(given["sites"]) is int:
-                given["sites"] = str(given["sites"])
+            for name in ("sites", "require"):  # which can be a number too
+                if type(given.get(name)) in (int, float):
+                    given[name] = str(given[name])
             settings = Settings(**{name: given.pop(name) for name in known if name in given})
             given["steps"] = given.get("steps") or None
             experiment = Experiment(data="sites", partition="sites", engine="flower", clients=len(settings.names),
@@ -163,9 +164,6 @@ class App:
         if tuple(x.shape[1:]) != shape:
             found = tuple(x.shape[1:])
             raise UsageError(f"this site's examples have the shape {found}, but inputs is {self.settings.inputs!r}")
-        if len(y) and not 0 <= int(y.min()) <= int(y.max()) < len(labels):
-            span = f"{int(y.min())}..{int(y.max())}"
-            raise UsageError(f"this site's labels lie in {span}, but there are {len(labels)} classes")
         channels = (shape[0], *(1 for _ in shape[1:]))
         return Dataset("sites", x, y, x[:0], y[:0], labels, torch.zeros(channels), torch.ones(channels))
 

@@ -1,4 +1,7 @@
-"""Certificates and keys for a deployment: TLS for the SuperLink, and a key pair by which each site proves who it is."""
+"""Certificates and keys for a deployment: TLS for the SuperLink, and a key pair by which each site proves who it is.
+
+All files of a call are made and looked at first, and then written: one that is refused leaves none.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,9 @@ import ipaddress
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from unskew.errors import UsageError
-from unskew.files.writing import write_bytes
 
 if TYPE_CHECKING:
     from cryptography.x509 import GeneralName
@@ -18,10 +20,32 @@ if TYPE_CHECKING:
 DAYS = 365
 
 
+class File(NamedTuple):
+    """A file that is to be written."""
+
+    name: str
+    content: bytes
+    secret: bool = False  # nobody else may read it
+
+
+def write_all(folder: Path, hosts: Iterable[str], sites: Iterable[str]) -> list[Path]:
+    """Write what `write_certificates` and `write_keys` do: all of it, or nothing."""
+    return _written(folder, [*_certificates(hosts, DAYS), *_keys(sites)])
+
+
 def write_certificates(folder: Path, hosts: Iterable[str], days: int = DAYS) -> list[Path]:
     """Write ca.crt, which all sites get, and server.pem and server.key, which the SuperLink alone has. `hosts` are the
     names and addresses that sites reach it by. Who made them can't make others: the authority's own key is not kept.
     """
+    return _written(folder, _certificates(hosts, days))
+
+
+def write_keys(folder: Path, sites: Iterable[str]) -> list[Path]:
+    """Write SITE, a private key in OpenSSH's form, and SITE.pub for each site. The private one is the site's alone."""
+    return _written(folder, _keys(sites))
+
+
+def _certificates(hosts: Iterable[str], days: int) -> list[File]:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -68,9 +92,9 @@ def write_certificates(folder: Path, hosts: Iterable[str], days: int = DAYS) -> 
     secret = server.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8,
                                   serialization.NoEncryption())  # fmt: skip
     return [
-        _public(folder / "ca.crt", ca.public_bytes(serialization.Encoding.PEM)),
-        _public(folder / "server.pem", made.public_bytes(serialization.Encoding.PEM)),
-        _secret(folder / "server.key", secret),
+        File("ca.crt", ca.public_bytes(serialization.Encoding.PEM)),
+        File("server.pem", made.public_bytes(serialization.Encoding.PEM)),
+        File("server.key", secret, secret=True),
     ]
 
 
@@ -80,43 +104,49 @@ def _general(host: str) -> GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(host)
+    except ValueError as error:
+        raise UsageError(f"{host!r} can't be a host ({error}): give names and addresses of ASCII letters") from None
 
 
-def write_keys(folder: Path, sites: Iterable[str]) -> list[Path]:
-    """Write SITE, a private key in OpenSSH's form, and SITE.pub for each site. The private one is the site's alone."""
+def _keys(sites: Iterable[str]) -> list[File]:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    written = []
+    made = []
     for site in sites:
-        if "/" in site or site in ("", ".", ".."):
-            raise UsageError(f"{site!r} can't be the name of a file")
+        if "/" in site or "\0" in site or site in ("", ".", ".."):
+            raise UsageError(f"{site!r} can't be the name of a file: leave out what no file's name can have, such as /")
         key = ec.generate_private_key(ec.SECP384R1())
         secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH,
                                    serialization.NoEncryption())  # fmt: skip
         public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        written += [_secret(folder / site, secret), _public(folder / f"{site}.pub", public + b"\n")]
+        made += [File(site, secret, secret=True), File(f"{site}.pub", public + b"\n")]
+    return made
+
+
+def _written(folder: Path, files: list[File]) -> list[Path]:
+    """Write new files, all of them or none."""
+    names = [file.name for file in files]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"{twice[0]} would be the name of two files: give each site another name, and none that ends "
+                         "in .pub")  # fmt: skip
+    for path in (folder / name for name in names):
+        if path.exists():
+            raise UsageError(f"{path} is there already: remove it, or choose another folder; a new one would shut out "
+                             "whoever has the old one")  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    written = list[Path]()
+    try:
+        for name, content, secret in files:
+            opened = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
+            written.append(folder / name)
+            with os.fdopen(opened, "wb") as file:
+                file.write(content)
+    except BaseException:
+        for path in written:
+            path.unlink()
+        raise
     return written
-
-
-def _public(path: Path, content: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _check_free(path)
-    write_bytes(path, content)
-    return path
-
-
-def _secret(path: Path, content: bytes) -> Path:
-    """Write a file that nobody else may read, at any moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _check_free(path)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    return path
-
-
-def _check_free(path: Path) -> None:
-    if path.exists():
-        raise UsageError(f"{path} is there already: remove it, or choose another folder; a new one would shut out "
-                         "whoever has the old one")  # fmt: skip

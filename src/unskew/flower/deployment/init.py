@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import keyword
 import re
+import sys
+from importlib.machinery import PathFinder
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,6 +24,11 @@ def write_app(folder: Path) -> list[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is there already, and not empty: choose another name")
     module = name.replace("-", "_")
+    found = PathFinder.find_spec(module)
+    installed = found is not None and found.origin is not None  # a folder without code has none
+    if keyword.iskeyword(module) or module in sys.stdlib_module_names or installed:
+        raise UsageError(f"{name!r} can't be the name of an app: Python has {module} already, and would not find the "
+                         "app's code; take another one, as in my-federation")  # fmt: skip
     return [*_copied(files("unskew.flower.deployment") / "template", folder, {"name": name, "module": module})]
 
 

@@ -6,6 +6,7 @@ nothing is left behind.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -55,6 +56,7 @@ class Local:
         self.folder, self.mark = folder.absolute(), secrets.token_hex(16)
         self.nodes: list[Node] = []
         self.started: list[subprocess.Popen[bytes]] = []
+        self.registered: set[str] = set()  # sites whose keys this SuperLink knows: each new one knows none
         self.port, self.secure = 0, False
 
     def __enter__(self) -> Local:
@@ -90,7 +92,7 @@ class Local:
 
     def start_superlink(self, simulation: bool = False, secure: bool = False, port: int = 0) -> None:
         """Start a SuperLink; `secure` ones speak TLS, and know SuperNodes by their keys."""
-        self.port, self.secure = port or free_port(), secure
+        self.port, self.secure, self.registered = port or free_port(), secure, set()
         log = self.folder / "superlink.log"
         command = [program("flower-superlink"), "--host", HOST, "--port", str(self.port),
                    "--disable-runtime-dependency-installation"]  # fmt: skip
@@ -120,18 +122,19 @@ class Local:
 
     def start_node(self, site: str, config: Mapping[str, Any], registered: bool = True) -> Node:
         """Start the SuperNode of a site. A secure SuperLink is told of its key before, if it shall be `registered`."""
-        log = self.folder / f"{_file_of(site)}.log"
+        file, keys = file_of(site), self.folder / "keys"
+        log = self.folder / f"{file}.log"
+        told = " ".join(f"{key}={toml(value)}" for key, value in {"site": site, **config}.items())
         command = [program("flower-supernode"), "--superlink", f"{HOST}:{self.port}", "--host", HOST, "--port",
-                   str(free_port()), "--node-config", " ".join(f"{key}={json.dumps(value)}" for key, value in
-                                                              {"site": site, **config}.items())]  # fmt: skip
+                   str(free_port()), "--node-config", told]  # fmt: skip
         if self.secure:
-            keys = self.folder / "keys"
-            if not (keys / site).exists():
-                write_keys(keys, [site])
-                if registered:
-                    self.flower.call("supernode", "register", str(keys / f"{site}.pub"), NAME, "--name", site)
+            if not (keys / file).exists():
+                write_keys(keys, [file])
+            if registered and site not in self.registered:
+                self.flower.call("supernode", "register", str(keys / f"{file}.pub"), NAME, "--name", site)
+                self.registered.add(site)
             command += ["--root-certificates", str(self.folder / "certificates" / "ca.crt"),
-                        "--auth-supernode-private-key", str(keys / site)]  # fmt: skip
+                        "--auth-supernode-private-key", str(keys / file)]  # fmt: skip
         else:
             command += ["--insecure"]
         node = Node(site, self._start(command, log), log)
@@ -175,7 +178,7 @@ class Flower(NamedTuple):
     def run(self, app: Path, config: Mapping[str, Any], nodes: int | None = None) -> Running:
         """Begin a run of an app, with other values of its configuration than it has; `nodes` are simulated."""
         words = ["run", str(app.absolute()), self.connection, "--format", "json"]
-        words += [word for key, value in config.items() for word in ("--run-config", f"{key}={_toml(value)}")]
+        words += [word for key, value in config.items() for word in ("--run-config", f"{key}={toml(value)}")]
         if nodes is not None:
             words += ["--federation-config", f"num-supernodes={nodes} client-resources-num-cpus=1"]
         return Running(self, str(_json(self.call(*words))["run-id"]))
@@ -256,12 +259,26 @@ def _plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def _file_of(site: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", site)
+def file_of(site: str) -> str:
+    """A name of files for a site, which no other site and nothing else in the folder has.
+
+    >>> file_of("clinic_a"), file_of("clinic a")
+    ('clinic_a', 'clinic_a-703944ff')
+    """
+    plain = re.sub(r"[^A-Za-z0-9_-]", "_", site)[:40]
+    if plain == site and site == site.lower() and site != "superlink":
+        return plain
+    return f"{plain}-{hashlib.sha256(site.encode()).hexdigest()[:8]}"
 
 
-def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def toml(value: Any) -> str:
+    """A value as Flower's command line takes it: TOML, in which no quote may stand but those around a text.
+
+    >>> toml('/data/we"ird'), toml(True), toml(0.5)
+    ('"/data/we\\\\u0022ird"', 'true', '0.5')
+    """
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return re.sub(r"\\(.)", lambda found: "\\u0022" if found[1] == '"' else found[0], text)
 
 
 def _json(text: str) -> Any:

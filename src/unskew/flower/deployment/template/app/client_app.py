@@ -4,4 +4,4 @@ from unskew.flower import client_app
 
 from .data import examples, test_examples
 
-app = client_app(examples, test_examples)
+app = client_app(examples, test_examples, __package__)
