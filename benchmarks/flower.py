@@ -5,9 +5,9 @@
     build/flower/bin/python benchmarks/flower.py memory --sites 3
 
 `rounds`: seconds of a round and of a conversation (statistics and a head, not validated) in Flower's simulation, and on
-the engine `sequential` with `in_process`, on this machine. `wire`: the bytes of Flower's messages of one site, beside the file of statistics in it.
-`memory`: the most memory that each process of a deployment on loopback takes, with statistics of 1280 features and 100
-classes, each with a scatter of its own.
+the engine `sequential` with `in_process`, on this machine. `wire`: the bytes of Flower's messages of one site, beside
+the file of statistics in it. `memory`: the most memory that each process of a deployment on loopback takes, with
+statistics of 1280 features and 100 classes, each with a scatter of its own.
 """
 
 from __future__ import annotations
