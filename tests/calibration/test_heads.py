@@ -422,6 +422,7 @@ def test_defaults_are_those_of_table_8():
         "lr": 0.001,
         "momentum": 0.9,
         "weight_decay": 1e-5,
+        "samples": 0,
     }
     assert (ffc().form, ffc().transform, ccvr().form, ccvr().transform) == ("pooled", "identity", "class", "identity")
 

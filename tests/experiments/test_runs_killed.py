@@ -22,7 +22,8 @@ from helpers.killing import descendants, finished, killed, run_of, runs, table_o
 from helpers.pictures import MEAN, STD, folder_of, write_network
 from helpers.toys import toy_model
 from unskew import Experiment, Workers, fedavg, train
-from unskew.experiments.tables import Table, filled
+from unskew.experiments.filling import filled
+from unskew.experiments.tables import Table, by_calibration, seeded
 from unskew.files import limits
 from unskew.files.writing import read
 from unskew.system.children import Child, Vigil
@@ -251,7 +252,7 @@ def test_who_stands_still_is_noticed_though_others_answer():
 def test_a_process_of_a_table_that_stands_still_or_dies_is_named(data, tmp_path, monkeypatch, sent, words):
     monkeypatch.setenv("UNSKEW_LIMITS", "silence=1")
     experiment = small(data, rounds=3000)
-    table = Table("T", {"row": [replace(experiment, seed=seed) for seed in range(2)]}, "")
+    table = Table("T", "", by_calibration({"row": seeded(experiment, range(2))}))
     stopped = []
 
     def stop():
@@ -259,11 +260,11 @@ def test_a_process_of_a_table_that_stands_still_or_dies_is_named(data, tmp_path,
         stopped.append(json.loads(next(tmp_path.glob("*/.lock")).read_text())["process"])
         os.kill(stopped[0], sent)
 
-    monkeypatch.setattr("unskew.experiments.tables.GRACE", 3.0)
+    monkeypatch.setattr("unskew.experiments.filling.GRACE", 3.0)
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(stop)
         with pytest.raises(ChildProcessError) as caught:
-            list(filled(table, tmp_path, 2))
+            list(filled(table, tmp_path, tmp_path / "ledger.jsonl", 2))
         done.result()
     assert words in str(caught.value)
     assert f"the process of {tmp_path}" in str(caught.value)

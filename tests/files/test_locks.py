@@ -17,7 +17,8 @@ import pytest
 
 from helpers.commands import ENVIRONMENT, blobs, child_of, result_of, tiny, unskew
 from unskew import Experiment, UsageError, run
-from unskew.experiments.tables import Table, filled
+from unskew.experiments.filling import filled
+from unskew.experiments.tables import Table, by_calibration
 from unskew.files import download, locks
 from unskew.files.locks import file_locked, folder_locked
 from unskew.training.engines.auto import _remembered
@@ -204,20 +205,21 @@ def test_two_that_start_together(data, tmp_path):
 def test_tables_and_their_cells(data, tmp_path, hasty):
     experiment = Experiment(str(data), clients=4, rounds=2, batch=8, epochs=1, calibrate="none", threads=1)
     for engine in ("sequential", "lanes"):
-        table = Table("T", {"row": [Experiment(**{**vars(experiment), "engine": engine})]}, "")
+        (run,) = runs = (Experiment(**{**vars(experiment), "engine": engine}),)
+        table, ledger = Table("T", "", by_calibration({"row": runs})), tmp_path / f"{engine}.jsonl"
         process = holder_of(tmp_path / engine)
         with pytest.raises(UsageError, match=refusal_of(tmp_path / engine, process.pid)):
-            list(filled(table, tmp_path / engine, 1))
+            list(filled(table, tmp_path / engine, ledger))
         process.kill()
         process.communicate()
-        cell = tmp_path / engine / table.rows["row"][0].digest[:12]
+        cell = tmp_path / engine / run.training[:12]
         process = holder_of(cell)
         for jobs in (1, 2):
             with pytest.raises(UsageError, match=f"{cell} is in use by process {process.pid}"):
-                list(filled(table, tmp_path / engine, jobs))
+                list(filled(table, tmp_path / engine, ledger, jobs))
         process.kill()
         process.communicate()
-        assert len(list(filled(table, tmp_path / engine, 2))) == 1
+        assert len(list(filled(table, tmp_path / engine, ledger, 2))) == 1
 
 
 # ---------------------------------------------------------------------------------------------- what is shared

@@ -20,7 +20,7 @@ from unittest import mock
 
 from helpers.commands import PATHS, _forked, _in_child
 from unskew import Experiment
-from unskew.experiments.tables import Table, tables
+from unskew.experiments.tables import Table, by_calibration, seeded, tables
 
 LIMIT = 120  # seconds that anything here may take before it counts as hanging
 VARYING = ("seconds", "speed")  # fields of records that tell how long something took
@@ -46,8 +46,8 @@ class Command(NamedTuple):
 def _commanded(words: list[str], errors: Path, table: dict | None) -> None:
     if table is not None:
         experiment = Experiment(**table)
-        rows = {f"lr {lr}": [replace(experiment, lr=lr, seed=seed) for seed in range(2)] for lr in (0.01, 0.05)}
-        tables["tiny"] = lambda: Table("Tiny", rows, "")
+        rows = {f"lr {lr}": seeded(replace(experiment, lr=lr), range(2)) for lr in (0.01, 0.05)}
+        tables["tiny"] = lambda seeds=2: Table("Tiny", "", by_calibration(rows))
     _in_child(words, errors, None)
 
 

@@ -103,9 +103,10 @@ def decays(sgd: SGD) -> tuple[float, float, float]:
 def oracle(
     model: Split, batches: Iterable[tuple[Tensor, Tensor]], generator: torch.Generator, transform: str = "identity",
     epochs: int = 50, batch: int = 64, lr: float = PAPER.lr, momentum: float = PAPER.momentum,
-    weight_decay: float = PAPER.weight_decay,
+    weight_decay: float = PAPER.weight_decay, samples: int = 0,
 ) -> Split:  # fmt: skip
-    """A copy of the model, its head re-trained on the real features of *all* clients: CCVR 3.3, "whole data".
+    """A copy of the model, its head re-trained on the real features of *all* clients: CCVR 3.3, "whole data"; or on
+    those of so many `samples` of each class at most, "partial data".
 
     For simulations only: it needs what no client may send. `batches` hold every client's examples; Table 8's settings.
 
@@ -118,8 +119,13 @@ def oracle(
     old = plain(model.classifier)
     with evaluating(model), torch.no_grad():
         features, labels = zip(*((model.features(x), y) for x, y in batches), strict=True)
-    z = Transform(transform)(torch.cat(features)).to(old.weight)
-    head = retrain(old, z, torch.cat(labels), epochs, batch, SGD(lr, momentum, weight_decay), generator)
+    z, y = torch.cat(features), torch.cat(labels)
+    if samples:
+        order = torch.randperm(len(y), generator=generator).to(y.device)
+        some = torch.cat([order[y[order] == label][:samples] for label in range(model.classes)])
+        z, y = z[some], y[some]
+    z = Transform(transform)(z).to(old.weight)
+    head = retrain(old, z, y, epochs, batch, SGD(lr, momentum, weight_decay), generator)
     return with_classifier(model, behind(head, transform, old.in_features))
 
 

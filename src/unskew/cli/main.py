@@ -1,5 +1,5 @@
-"""The command line: the group of all commands, `unskew list`, `partition` and `key`; `run`, `sites`, `server`, `tasks`
-and `flower` have the others.
+"""The command line: the group of all commands, `unskew list`, `partition` and `key`; `run`, `tables`, `sites`,
+`server`, `tasks` and `flower` have the others.
 
 Exit codes: 0 done, 1 failed, 2 wrong use; stopped by Ctrl-C 130, by SIGTERM 143, with the way to go on. Torch is
 imported by the commands, not here.
@@ -22,10 +22,11 @@ from unskew import __version__
 from unskew.cli.console import Column, Table, put_json, show, table_of, tell
 from unskew.cli.failures import answered
 from unskew.cli.flower import flower
-from unskew.cli.run import demo, fill_table, given_in, options_of, run
+from unskew.cli.run import demo, given_in, options_of, run
 from unskew.cli.server import calibrate
 from unskew.cli.shared import PATH, Everywhere, check_free, epilog, note
 from unskew.cli.sites import evaluate, inspect_files, stats
+from unskew.cli.tables import fill_table, run_sweep
 from unskew.cli.tasks import try_out, write_task
 from unskew.errors import lookup
 from unskew.experiments.experiment import Experiment
@@ -37,6 +38,8 @@ CUT = [
     "data",
     "label_set",
     "image_size",
+    "scale",
+    "validation",
     "clients",
     "partition",
     "alpha",
@@ -57,7 +60,9 @@ def app(context: click.Context, allowed: tuple[str, ...]) -> None:
     context.with_resource(limits.changed(",".join(allowed), "--limit"))
 
 
-for command in (run, demo, fill_table, try_out, write_task, stats, calibrate, evaluate, inspect_files, flower):
+for command in (
+    run, demo, fill_table, run_sweep, try_out, write_task, stats, calibrate, evaluate, inspect_files, flower,
+):  # fmt: skip
     app.add_command(command)
 
 
@@ -131,14 +136,14 @@ def _factories(kind: str) -> Table:
     from unskew.calibration.selection import BEST
     from unskew.data.partition import partitions
     from unskew.experiments.resolve import known_calibrators
-    from unskew.experiments.tables import tables
+    from unskew.experiments.tables import all_tables, counted
     from unskew.models.networks import networks
     from unskew.training.engines.registry import engines
     from unskew.training.personal import ways
 
     registries: dict[str, Mapping[str, Any]] = {
         "networks": networks, "partitions": partitions, "engines": engines, "calibrators": known_calibrators,
-        "personal": ways, "tables": tables,
+        "personal": ways, "tables": all_tables() | counted(),
     }  # fmt: skip
     given = {key: f"--{key}" for key in ("lr", "batch", "momentum")} if kind == "personal" else {}
     table = Table([Column(name, False) for name in (kind, "options", "")])

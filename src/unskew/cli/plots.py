@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unskew.errors import UsageError
 from unskew.experiments.folder import sweep, taken
+from unskew.experiments.pages import Results, measured
 from unskew.experiments.records import CalibrationRecord, PersonalRecord, Record, RoundRecord, of_kind, start_in
+from unskew.experiments.tables import Table
 from unskew.files.writing import replacing
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ["#9aa5b1", "#d1495b", "#00798c", "#edae49", "#5c4d7d", "#66a182", "#2e4057", "#8d6a9f"]
+SVG: Any = {"svg.hashsalt": "unskew", "svg.fonttype": "none"}  # equal plots are equal files, and text stays text
 FEW = 24  # names, or numbers in cells, that a plot can show legibly along one side
 
 
@@ -134,6 +137,34 @@ def personal_accuracies(records: list[Record], path: Path) -> Path:
     return _saved(figure, path)
 
 
+def table_plot(table: Table, results: Results, path: Path) -> Path:
+    """A table's cells: a panel a column, a line a row; mean and deviation of what was measured, and what is printed."""
+    rows, columns = table.rows, table.columns
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(min(4 + 2.2 * len(columns), 24), min(1.6 + 0.28 * len(rows), 40)), layout="constrained")
+    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    for panel, column in zip(panels, columns, strict=True):
+        panel.spines[["top", "right"]].set_visible(False)
+        for place, row in enumerate(rows):
+            cell = table.cell(row, column)
+            made = None if cell is None else measured(cell, results)
+            if made is not None and made.values:
+                panel.errorbar(made.mean, place, xerr=made.deviation or 0, fmt="o", color=COLOURS[2], ms=4)
+            if cell is not None and cell.printed is not None:
+                panel.plot(cell.printed.mean, place, marker="D", mfc="none", color=COLOURS[1], ms=5)
+        panel.set(title=_plain(column), ylim=(len(rows) - 0.5, -0.5))
+        panel.grid(axis="y", color="#e6e6e6")
+    panels[0].set_yticks(range(len(rows)), list(map(_plain, rows)))
+    figure.supxlabel("accuracy (%)" + ("; diamonds: " + table.paper if table.paper else ""))
+    return _saved(figure, path)
+
+
+def _plain(text: str) -> str:
+    """Text without the marks that matplotlib reads as formulas."""
+    return text.replace("$", r"\$")
+
+
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
@@ -147,14 +178,15 @@ def _name_classes(axes: Axes, labels: list[str]) -> None:
     """The classes' names below a plot, where there is room for them."""
     if len(labels) <= FEW:
         short = [label if len(label) <= 14 else label[:13] + "…" for label in labels]
-        plain = [label.replace("$", r"\$") for label in short]  # between dollars would be a formula
-        axes.set_xticks(range(len(labels)), plain, rotation=45 if max(map(len, labels)) > 3 else 0)
+        axes.set_xticks(range(len(labels)), list(map(_plain, short)), rotation=45 if max(map(len, labels)) > 3 else 0)
 
 
 def _saved(figure: Figure, path: Path) -> Path:
+    import matplotlib
+
     kind, known = path.suffix.lstrip(".").lower(), figure.canvas.get_supported_filetypes()
     if kind not in known:
         raise UsageError(f"{path}: a picture can't be written as {kind!r}; allowed endings are {', '.join(known)}")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format=kind)
+    with replacing(path) as temporary, matplotlib.rc_context(SVG):
+        figure.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else None)
     return path

@@ -16,10 +16,11 @@ from typing import Any
 
 import click
 
-from unskew.cli.console import display, download_bar, put_json, report, show, speed, summary, tell
+from unskew.cli.console import display, download_bar, put_json, report, speed, summary, tell
 from unskew.cli.failures import failed, told
-from unskew.cli.shared import PATH, check_free, note, probe_folder
-from unskew.errors import UsageError, lookup, printable
+from unskew.cli.shared import PATH, note, probe_folder
+from unskew.cli.tables import absolute, run_seeds
+from unskew.errors import UsageError, printable
 from unskew.experiments.experiment import Experiment, read_toml, types_of_fields
 from unskew.experiments.records import (
     CalibrationRecord,
@@ -31,7 +32,7 @@ from unskew.experiments.records import (
     to_json,
 )
 from unskew.files import locks
-from unskew.specs import pieces_of, without_folders
+from unskew.specs import without_folders
 from unskew.system.stopping import exit_code
 from unskew.training.engines.lanes.timetable import Usage
 
@@ -72,11 +73,13 @@ def given_in(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--out", type=PATH, show_default="runs/DATA-METHOD-DIGEST", help="folder of the run")
 @click.option("--resume", is_flag=True, help="go on with a run that stopped; --out alone is enough")
 @click.option("--trust", is_flag=True, help="run the code that CONFIG, or the folder of a run that goes on, names")
+@click.option("--seeds", type=click.IntRange(1), help="run so many seeds from --seed on, each with a cut of its own "
+              "unless --cut-seed is given, and print mean and spread; what is finished is kept")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="print the records as json lines, nothing else")
 @click.pass_context
 def run(
     context: click.Context, /, config: Path | None, out: Path | None, resume: bool, trust: bool, as_json: bool,
-    **options: Any,
+    seeds: int | None, **options: Any,
 ) -> None:  # fmt: skip
     """Train a federation, calibrate its model, keep all in a folder.
 
@@ -85,7 +88,12 @@ def run(
     from unskew.experiments.folder import holds_run, stored
 
     typed = given_in(context, options)
-    given = _absolute({**(read_toml(config) if config else {}), **typed})
+    given = absolute({**(read_toml(config) if config else {}), **typed})
+    if seeds is not None:
+        experiment = Experiment(**given)
+        experiment.check_trusted(config, trust, typed)
+        run_seeds(experiment, seeds, "cut_seed" not in given, out or Path("runs") / _name(experiment), as_json)
+        return
     if resume and out and holds_run(out):
         experiment = replace(stored(out), **given)
         experiment.check_trusted(out / "experiment.json" if not config else f"{out} or {config}", trust, typed)
@@ -128,28 +136,6 @@ def _processes() -> Iterator[int]:
         yield torch.distributed.get_rank()
     finally:
         torch.distributed.destroy_process_group()
-
-
-def _absolute(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with the paths of files and folders in full: a run may go on from another folder."""
-
-    def full(spec: str) -> str:
-        path, dot, function = spec.partition(".py:")
-        return f"{Path(f'{path}.py').resolve()}:{function}" if dot and Path(f"{path}.py").exists() else spec
-
-    if ".py:" in given.get("model", ""):
-        given["model"] = full(given["model"])
-    if ".py:" in given.get("method", ""):
-        given["method"] = "+".join(map(full, pieces_of(given["method"])))
-    if given.get("start", "none") != "none":
-        from unskew.experiments.resolve import pinned
-
-        given["start"] = pinned(given["start"])
-    if "data" in given and Path(given["data"]).exists():
-        from unskew.data.known import KNOWN
-
-        given["data"] = given["data"] if given["data"] in KNOWN else str(Path(given["data"]).resolve())
-    return given
 
 
 def _name(experiment: Experiment) -> str:
@@ -274,51 +260,3 @@ def calibrate_run(context: click.Context, out: Path, options: dict[str, Any]) ->
         note(f"{out} has that calibration already: nothing is made again")
     run_plots(records, out)
     report(records, out)
-
-
-# ---------------------------------------------------------------------------------------------- table
-
-
-@click.command("table")
-@click.argument("name")
-@click.option("--out", default="runs/tables", type=PATH, show_default=True, help="folder for the runs")
-@click.option("--write", type=PATH, show_default="results/NAME.md", help="the file to write")
-@click.option("--jobs", type=click.IntRange(1), show_default="the CPU's cores", help="runs at a time, but of lanes")
-@click.option("--engine", help="of all runs; lanes: those that can share lanes are trained together")
-@click.option("--precision", help="of all runs, on lanes and a GPU")
-@click.option("--device", help="of all runs")
-def fill_table(name: str, out: Path, write: Path | None, jobs: int | None, **options: str | None) -> None:
-    """Run all of a table, print it and write it as markdown.
-
-    NAME is one of `unskew list tables`. Runs that are finished are kept: a table that was stopped goes on.
-    """
-    from unskew.experiments.tables import filled, markdown, tables
-    from unskew.files.writing import write_text
-
-    table = lookup("table", name, tables)()
-    if _started() > 1:
-        raise UsageError("a table is run by one process: leave out torchrun")
-    given: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
-    rows = {row: [replace(experiment, **given) for experiment in some] for row, some in table.rows.items()}
-    table = table._replace(rows=rows)
-    write = write or Path("results") / f"{name}.md"
-    check_free([write], True, {}, out)
-    probe_folder(out)
-    total = sum(map(len, table.rows.values()))
-    results, usage = [], Usage()
-    with display(usage) as progress:
-        task = progress.add_task(name, total=total)
-        try:
-            for result in filled(table, out, jobs or os.cpu_count() or 1, usage):
-                results.append(result)
-                progress.advance(task)
-                if not progress.console.is_terminal:
-                    tell(f"run {len(results)} of {total}: {result.row}, seed {result.seed}")
-        except KeyboardInterrupt as stopped:
-            told_how = f"stopped after {len(results)} of {total} runs; the same command goes on with the rest"
-            raise click.exceptions.Exit(failed(told_how, exit_code(stopped))) from None
-    page = markdown(name, table, results)
-    for line in page.splitlines():
-        show(line, whole=True)
-    write_text(write, page)
-    show(f"Written to {write}; the runs are in {out}")

@@ -1,7 +1,7 @@
 """Transports of our own: what carries the conversation of `protocol` between a server and its sites.
 
-There is one, for simulations. `examples/` has others, between processes through a folder and by NVFlare; the commands
-carry messages by files that people send.
+`in_process` is that of a simulation. `examples/` has others, between processes through a folder and by NVFlare, and
+`flower.talking` is Flower's; the commands carry messages by files that people send.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ or reads your own: a .npz file or a folder of class folders. Formats are in `rea
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from unskew.errors import DataError, UsageError, lookup
 from unskew.files.download import Progress, fetch
 from unskew.files.untrusted import reading
 from unskew.files.writing import cache_folder
+from unskew.seeds import generator
 from unskew.system.machine import threads
 
 Values = Tensor | npt.NDArray[Any]
@@ -170,6 +172,31 @@ def dataset(
             where = f"{split} label {int(values[bad[0]])} at position {int(bad[0])}"
             raise DataError(f"{where} is outside of the {len(labels)} classes 0..{len(labels) - 1}")
     return Dataset(name, x, y, x_test, y_test, tuple(labels), *_moments(x))
+
+
+def reduced(data: Dataset, scale: float = 1.0, validation: float = 0.0) -> Dataset:
+    """A data set with this share of each class's training examples, of which a share is held out for validation: it
+    takes the place of the test data. Equal shares always draw the same examples.
+
+    >>> reduced(unskew.load("digits"), scale=0.5)
+    Dataset(digits: 721 + 359 examples of 1x8x8 uint8, 10 classes)
+    >>> reduced(unskew.load("digits"), validation=0.15)
+    Dataset(digits: 1222 + 216 examples of 1x8x8 uint8, 10 classes)
+    """
+    if scale == 1.0 and not validation:
+        return data
+    used, held = (torch.zeros(len(data.y), dtype=torch.bool) for _ in range(2))
+    for label in range(data.classes):
+        rows = (data.y.cpu() == label).nonzero()[:, 0]
+        order = rows[torch.randperm(len(rows), generator=generator(0, "reduced", label))]
+        count = math.ceil(scale * len(rows))
+        kept = count - round(validation * count)
+        used[order[:kept]], held[order[kept:count]] = True, True
+    if validation and not held.any():
+        raise UsageError(f"validation is {validation:g}, which is no example of {data.name}'s classes: take more")
+    used, held = used.to(data.y.device), held.to(data.y.device)
+    made = replace(data, x=data.x[used], y=data.y[used])
+    return replace(made, x_test=data.x[held], y_test=data.y[held]) if validation else made
 
 
 def normalise(x: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,11 +16,27 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import ANY, COUNT, NOT_NEGATIVE, PART, POSITIVE, Allowed, UsageError, check_number, lookup, retold
+from unskew.errors import (
+    ANY,
+    COUNT,
+    DECAY,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    SHARE,
+    Allowed,
+    UsageError,
+    check_number,
+    lookup,
+    retold,
+)
 from unskew.files import untrusted as files
 from unskew.files.writing import digest
 from unskew.specs import named, names_code
 from unskew.training.settings import RULES
+
+# Fields that do not change which model is trained, but for rounding:
+HOW = ("calibrate", "evaluate_every", "engine", "lanes", "lane_layout", "device", "threads")
 
 
 def _about(default: Any, text: str, allowed: Allowed = ANY) -> Any:
@@ -41,6 +57,10 @@ class Experiment:
     data: str = _about("digits", "a known data set, an .npz file, or a folder of class folders")
     label_set: str = _about("fine", "which labels of cifar100: fine or coarse")
     image_size: int | None = _about(None, "resize the images of a folder to this side", COUNT)
+    scale: float = _about(1.0, "share of each class's training examples that is used: a cheaper run", SHARE)
+    validation: float = _about(
+        0.0, "share of the training examples to score on instead of the test data: options are chosen on it", DECAY
+    )
     model: str = _about(
         "auto",
         "a network's name, or file.py:function of your own; auto: the start's, else small-cnn or, for colour, cnn",
@@ -110,6 +130,11 @@ class Experiment:
     def digest(self) -> str:
         """A hash of all fields: equal exactly for equal experiments."""
         return digest(asdict(self))
+
+    @property
+    def training(self) -> str:
+        """A hash of what decides which model is trained: not of how it is calibrated, nor of who trains it."""
+        return digest({name: value for name, value in asdict(self).items() if name not in HOW})
 
     @classmethod
     def of(cls, values: Mapping[str, Any], source: str) -> Experiment:

@@ -19,10 +19,10 @@ from unskew.calibration.retraining import check_training, oracle
 from unskew.calibration.selection import calibrators
 from unskew.conversation.agreement import Known, check_labels, difference
 from unskew.conversation.model_file import About, about_of, file_of_run
-from unskew.data.datasets import Dataset, load
+from unskew.data.datasets import Dataset, load, reduced
 from unskew.data.partition import Federation, federate, partitions
 from unskew.data.preparation import PIXELS, Preparation
-from unskew.errors import COUNT, DataError, UsageError, check_number, lookup, retold
+from unskew.errors import COUNT, NOT_NEGATIVE, DataError, UsageError, check_number, lookup, retold
 from unskew.experiments.experiment import Experiment
 from unskew.files.checksums import checksum_of
 from unskew.files.download import Progress
@@ -63,10 +63,13 @@ def method_of(experiment: Experiment) -> Method:
 Yardstick = Callable[[Split, Iterable[tuple[Tensor, Tensor]], torch.Generator], Split]
 
 
-def yardstick(transform: str = "identity", epochs: int = 50, lr: float = 0.001) -> Yardstick:
-    """Re-train on the real features of all clients, which nobody may send: the yardstick of a simulation."""
+def yardstick(transform: str = "identity", epochs: int = 50, lr: float = 0.001, samples: int = 0) -> Yardstick:
+    """Re-train on the real features of all clients, which nobody may send: the yardstick of a simulation; with
+    `samples`, on so many of each class at most.
+    """
     check_training(epochs, 1, lr, 0.0, 0.0)
-    return functools.partial(oracle, transform=Transform(transform).name, epochs=epochs, lr=lr)
+    check_number("samples", samples, NOT_NEGATIVE)
+    return functools.partial(oracle, transform=Transform(transform).name, epochs=epochs, lr=lr, samples=samples)
 
 
 known_calibrators: dict[str, Callable[..., Calibrator | Yardstick]] = {**calibrators, "oracle": yardstick}
@@ -118,8 +121,9 @@ def listed(specs: str) -> list[str]:
 
 
 def data_of(experiment: Experiment, progress: Progress | None = None) -> Dataset:
-    """The data set that an experiment names."""
-    return load(experiment.data, label_set=experiment.label_set, size=experiment.image_size, progress=progress)
+    """The data set that an experiment names, as much of it as it uses."""
+    data = load(experiment.data, label_set=experiment.label_set, size=experiment.image_size, progress=progress)
+    return reduced(data, experiment.scale, experiment.validation)
 
 
 def federation_of(experiment: Experiment, data: Dataset) -> Federation:

@@ -160,6 +160,9 @@ def _trained(runs: Sequence[_Run], usage: Usage) -> Generator[tuple[int, Record 
                 yield from ((which, record) for record in made.ended(usage, len(runs)))
 
 
+DATA = ("data", "label_set", "image_size", "scale", "validation")  # the fields that decide which data are loaded
+
+
 class _Shelf:
     """Data sets, each loaded once and moved to a device once."""
 
@@ -169,7 +172,7 @@ class _Shelf:
 
     def load(self, experiment: Experiment, device: str | None = None) -> Dataset:
         """The data set that an experiment names; on a device, if one is given."""
-        key = experiment.data, experiment.label_set, experiment.image_size, device
+        key = *(getattr(experiment, name) for name in DATA), device
         if key not in self.held:
             self.held[key] = data_of(experiment, self.progress) if device is None else self.load(experiment).to(device)
         return self.held[key]

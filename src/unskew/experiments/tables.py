@@ -1,42 +1,137 @@
-"""Tables: many runs by one command, each in a folder of its own, so that a table that was stopped goes on.
+"""Tables: what is trained for each cell, which accuracy it shows, and what a paper prints there.
 
-A `Table` is a title and rows of experiments, one a seed. `filled` runs what is missing, several at a time in processes
-of their own, which end with this one (`system.children`); `markdown` writes mean and spread over the seeds, what was
-run on what, and which methods did not help.
+A `Table` is a list of cells, each with a row, a column, and one experiment for each seed or cut. `tables` are those
+that `unskew table NAME` fills: of the two papers (`ccvr`, `spherefed`), and our own. A sweep is a table of a user's own
+(`sweeps`). What is missing is run by `filling`, kept as lines of a small file (`ledger`), and shown by `pages`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import signal
-import statistics
-import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+import importlib
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+from unskew.errors import COUNT, SHARE, UsageError, check_number, lookup
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.records import CalibrationRecord, Record, of_kind, start_in
-from unskew.files.locks import folder_locked
-from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
-from unskew.system.stopping import Stopped, exit_code, heeding
 
-if TYPE_CHECKING:
-    from unskew.training.engines.lanes.timetable import Usage
+TRAINED = "as trained"  # the column of a model that was not calibrated
 
 
-class Table(NamedTuple):
-    """Rows of a table, each with one experiment a seed; the columns are the calibrations of their models."""
+class Printed(NamedTuple):
+    """What a paper prints in a cell, in percent."""
+
+    mean: float
+    deviation: float | None = None
+    remark: str = ""  # how it is misprinted, if it is
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of a table: the accuracy that experiments reach by one calibration of their models."""
+
+    row: str
+    column: str
+    runs: tuple[Experiment, ...] = ()  # one for each seed or cut; none where nothing can be run
+    shows: str = "none"  # the spec of the calibration, among those of the experiments; none: the model as trained
+    printed: Printed | None = None
+    why: str = ""  # why there are no runs
+    personal: bool = False  # it shows the mean of clients' personal models, made in the way that `shows` names
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """Its row and column."""
+        return self.row, self.column
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells, and what to compare."""
 
     title: str
-    rows: dict[str, list[Experiment]]
     note: str  # why it is set up as it is
-    reference: str = ""  # the row that the others are compared with, if they are
+    cells: tuple[Cell, ...]
+    over: Mapping[str, str] = field(default_factory=dict)  # rows, and the row that each is to gain on
+    reference: str = ""  # the row that all others are compared with, if they are
+    paper: str = ""  # whose numbers are printed
+    changed: tuple[str, ...] = ()  # in what it differs from what it is called: a cheaper version says so everywhere
+
+    @property
+    def rows(self) -> list[str]:
+        """Their names, in order."""
+        return [*dict.fromkeys(cell.row for cell in self.cells)]
+
+    @property
+    def columns(self) -> list[str]:
+        """Their names, in order."""
+        return [*dict.fromkeys(cell.column for cell in self.cells)]
+
+    def cell(self, row: str, column: str) -> Cell | None:
+        """The cell of a place, if there is one."""
+        return next((cell for cell in self.cells if cell.place == (row, column)), None)
+
+    def experiments(self) -> list[Experiment]:
+        """What is to be trained, each once, with the calibrations of all cells that show one."""
+        found: dict[str, Experiment] = {}
+        for cell in self.cells:
+            for run in cell.runs:
+                held = found.get(run.training)
+                both = run.calibrate if held is None else ",".join((held.calibrate, run.calibrate))
+                found[run.training] = replace(run, calibrate=",".join(dict.fromkeys(both.split(","))))
+        return [*found.values()]
+
+
+def seeded(experiment: Experiment, seeds: Iterable[int], own_cuts: bool = False) -> tuple[Experiment, ...]:
+    """The experiment with each seed; each with a cut of its own too, if asked."""
+    return tuple(replace(experiment, seed=seed, cut_seed=seed if own_cuts else experiment.cut_seed) for seed in seeds)
+
+
+# ---------------------------------------------------------------------------------------------- parts, cheaper versions
+
+
+def words(text: str) -> set[str]:
+    """The words of a name, as people type them: "CIFAR-10, alpha 0.5" has cifar10, alpha and 0.5."""
+    return set(re.findall(r"[a-z0-9.+_=]+", text.lower().replace("-", "")))
+
+
+def part(table: Table, rows: Collection[str] = (), columns: Collection[str] = ()) -> Table:
+    """The rows and columns whose names have all words of one of these; the rows that they gain on stay."""
+
+    def chosen(kind: str, names: list[str], wanted: Collection[str]) -> set[str]:
+        for text in wanted:
+            if not any(words(text) <= words(name) for name in names):
+                raise UsageError(f"{kind} is {text!r}, which is none of the table's: {'; '.join(names)}")
+        return {name for name in names if not wanted or any(words(text) <= words(name) for text in wanted)}
+
+    some = chosen("rows", table.rows, rows)
+    some |= {table.over[row] for row in some if row in table.over}
+    across = chosen("columns", table.columns, columns)
+    return replace(
+        table, cells=tuple(cell for cell in table.cells if cell.row in some and cell.column in across),
+        reference=table.reference if table.reference in some else "",
+    )  # fmt: skip
+
+
+def changed(table: Table, options: Mapping[str, Any], rounds: int | None = None, scale: float | None = None) -> Table:
+    """The table with other options; fewer rounds or examples make a cheaper version, which its title says."""
+    told = [f"{name} {value}" for name, value in options.items()]
+    if rounds is not None:
+        check_number("rounds", rounds, COUNT)
+        most = max((run.rounds for cell in table.cells for run in cell.runs), default=rounds)
+        told.append(f"{rounds} instead of {most} rounds")
+    if scale is not None:
+        check_number("scale", scale, SHARE)
+        told.append(f"{100 * scale:g} % of the training examples")
+    told = [text for text in told if not text.startswith(("rounds ", "scale "))]
+
+    def other(run: Experiment) -> Experiment:
+        shorter = {} if rounds is None else {"rounds": math.ceil(run.rounds * rounds / most)}
+        return replace(run, **{**options, **shorter, **({} if scale is None else {"scale": scale})})
+
+    cells = tuple(replace(cell, runs=tuple(map(other, cell.runs))) for cell in table.cells)
+    return replace(table, cells=cells, changed=(*table.changed, *told))
 
 
 # ---------------------------------------------------------------------------------------------- digits
@@ -49,12 +144,21 @@ POLICIES = {"": ("", 0.03), ", frozen head": ("+frozen_head", 0.1), ", on sphere
 DIGITS = Experiment(norm="none", rounds=5, epochs=5, batch=32, calibrate="ccvr,ffc,oracle")
 
 
-def _seeded(experiment: Experiment, seeds: range) -> list[Experiment]:
-    """The experiment with each seed, of the cut and of all else."""
-    return [replace(experiment, seed=seed, cut_seed=seed) for seed in seeds]
+def by_calibration(rows: Mapping[str, tuple[Experiment, ...]]) -> tuple[Cell, ...]:
+    """Cells of these rows, a column for the model as trained, each calibration, and each way to personal models."""
+    cells = list[Cell]()
+    for row, runs in rows.items():
+        specs, ways = (
+            [spec.strip() for spec in text.split(",") if spec.strip() not in ("", "none")]
+            for text in (runs[0].calibrate, runs[0].personal)
+        )
+        if specs or not ways:
+            cells += [Cell(row, TRAINED if spec == "none" else spec, runs, spec) for spec in ("none", *specs)]
+        cells += [Cell(row, f"personal: {way}", runs, way, personal=True) for way in ways]
+    return tuple(cells)
 
 
-def digits() -> Table:
+def digits(seeds: int = 5) -> Table:
     """Every base method x {plain, frozen head, on sphere} x {none, CCVR, FFC, oracle} on digits, Dirichlet(0.1)."""
     specs = {
         base + policy: (spec + piece, lr) for base, spec in BASES.items() for policy, (piece, lr) in POLICIES.items()
@@ -62,259 +166,57 @@ def digits() -> Table:
     specs["MOON of mu = 0.1, on sphere"] = ("moon:mu=0.1+on_sphere", 0.3)
     return Table(
         "Digits, 10 clients, Dirichlet(0.1)",
-        {row: _seeded(replace(DIGITS, method=spec, lr=lr), range(5)) for row, (spec, lr) in specs.items()},
         "5 rounds of 5 epochs. The learning rates, 0.03 (plain), 0.1 (frozen head) and 0.3 (on sphere), were chosen "
         "with FedAvg on three other cuts (`unskew table digits-rates`), by mean accuracy as trained. Methods' options "
         "are their defaults. MOON's mu = 1 is made for the cross entropy: the squared error is several times smaller, "
         "so that on the sphere the penalty outweighs it; the last row has a tenth of it.",
+        by_calibration({
+            row: seeded(replace(DIGITS, method=spec, lr=lr), range(seeds), own_cuts=True)
+            for row, (spec, lr) in specs.items()
+        }),
         reference="FedAvg",
-    )
+    )  # fmt: skip
 
 
-def digits_rates() -> Table:
+def digits_rates(seeds: int = 3) -> Table:
     """How the learning rates of `digits` were chosen: FedAvg with each policy, on other cuts."""
     rates = (0.01, 0.03, 0.1, 0.3, 1.0)
     return Table(
         "Learning rates for digits, 10 clients, Dirichlet(0.1)",
-        {
-            f"FedAvg{policy}, {lr:g}": _seeded(
-                replace(DIGITS, method=f"fedavg{piece}", lr=lr, calibrate="ffc"), range(100, 103)
+        "On cuts from 100 on, which `unskew table digits` does not use.",
+        by_calibration({
+            f"FedAvg{policy}, {lr:g}": seeded(
+                replace(DIGITS, method=f"fedavg{piece}", lr=lr, calibrate="ffc"), range(100, 100 + seeds), own_cuts=True
             )
             for policy, (piece, _) in POLICIES.items()
             for lr in rates
-        },
-        "On cuts 100 to 102, which `unskew table digits` does not use.",
-    )
+        }),
+    )  # fmt: skip
 
 
-tables = {"digits": digits, "digits-rates": digits_rates}
+# ---------------------------------------------------------------------------------------------- all of them
+
+tables: dict[str, Callable[..., Table]] = {"digits": digits, "digits-rates": digits_rates}
+PAPERS = ("ccvr", "spherefed")  # modules beside this one, each with the `tables` of its paper
 
 
-# ---------------------------------------------------------------------------------------------- running
-
-
-class TableRun(NamedTuple):
-    """One run of a table."""
-
-    row: str
-    seed: int
-    records: list[Record]  # none if it diverged
-
-
-Item = tuple[str, Experiment]  # a row, and one of its experiments
-
-
-def filled(table: Table, out: Path, jobs: int, usage: Usage | None = None) -> Iterator[TableRun]:
-    """Run what is missing of a table, yielding results as they come; the table's folder is locked meanwhile.
-
-    Runs of the engine "lanes" share lanes where they can, and tell `usage`; of the others there are `jobs` at a time.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    with folder_locked(out, "wait until that table is done, stop it, or choose another --out"):
-        todo = [(row, experiment) for row, experiments in table.rows.items() for experiment in experiments]
-        yield from _on_lanes(out, [item for item in todo if item[1].engine == "lanes"], usage)
-        todo = [item for item in todo if item[1].engine != "lanes"]
-        if jobs == 1:
-            yield from (_one(out, item) for item in todo)
-        elif todo:
-            yield from _in_processes(out, todo, jobs)
-
-
-def _on_lanes(out: Path, todo: list[Item], usage: Usage | None) -> Iterator[TableRun]:
-    from unskew.experiments.runner import run_together
-    from unskew.training.training import Diverged
-
-    found: list[list[Record]] = [[] for _ in todo]
-    experiments = [experiment for _, experiment in todo]
-    for which, record in run_together(experiments, [_folder(out, experiment) for experiment in experiments], usage):
-        row, experiment = todo[which]
-        if isinstance(record, Diverged):
-            yield TableRun(row, experiment.seed, [])
-            continue
-        found[which].append(record)
-        if record.kind == "end":
-            yield TableRun(row, experiment.seed, found[which])
-
-
-def _folder(out: Path, experiment: Experiment) -> Path:
-    return out / experiment.digest[:12]
-
-
-def _one(out: Path, item: Item) -> TableRun:
-    from unskew.experiments.runner import run
-    from unskew.training.training import Diverged
-
-    row, experiment = item
-    try:
-        return TableRun(row, experiment.seed, list(run(experiment, _folder(out, experiment), resume=True)))
-    except Diverged:
-        return TableRun(row, experiment.seed, [])
-
-
-# ---------------------------------------------------------------------------------------------- in processes
-
-GRACE = 10.0  # seconds that a process has for its last checkpoint when it is told to stop
-
-
-def _in_processes(out: Path, todo: list[Item], jobs: int) -> Iterator[TableRun]:
-    """Run experiments, so many at a time; a process that dies or stands still is told with its run."""
-    waiting, busy, vigil = deque(todo), dict[Connection, tuple[Child, Item]](), Vigil()
-
-    def employ(child: Child) -> None:
-        if waiting:
-            busy[child.pipe] = child, waiting.popleft()
-            with contextlib.suppress(OSError):  # it has died: its pipe tells that too
-                child.pipe.send(busy[child.pipe][1])
-
-    with _hired(out, min(jobs, len(todo))) as crew:
-        for child in crew:
-            employ(child)
-        while busy:
-            names = {pipe: f"the process of {_folder(out, item[1])}" for pipe, (_, item) in busy.items()}
-            for pipe in vigil.heard({pipe: child for pipe, (child, _) in busy.items()}, names, REMEDY):
-                child, _ = busy.pop(pipe)
-                result = _received(child, names[pipe])
-                employ(child)
-                yield result
-
-
-REMEDY = "the same command goes on with the rest; --jobs 1 takes the least memory"
-
-
-def _received(child: Child, name: str) -> TableRun:
-    """What a process has found; raises what went wrong."""
-    try:
-        reply = child.pipe.recv()
-    except (EOFError, OSError):
-        how = died(child)
-        for number in (signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job, perhaps to us a moment later
-            if child.process.exitcode == exit_code(Stopped(number)):
-                raise Stopped(number) from None
-        raise ChildProcessError(f"{name} died ({how}), perhaps for want of memory: {REMEDY}") from None
-    if isinstance(reply, Failure):
-        raise reply.error from RuntimeError(f"in a process of the table:\n{reply.trace}")
-    assert isinstance(reply, TableRun)
-    return reply
-
-
-@contextlib.contextmanager
-def _hired(out: Path, count: int) -> Iterator[list[Child]]:
-    """Processes that end with this context: those that work are told to stop, and keep what they have reached."""
-    context, crew = multiprocessing.get_context("forkserver"), list[Child]()
-    context.set_forkserver_preload([*(["unskew.system.fork_server"] if lasting() else []), "unskew.experiments.runner"])
-    try:
-        for _ in range(count):
-            (pipe, theirs), pulse = context.Pipe(), context.RawValue("Q", 0)
-            child = Child(context.Process(target=_serve, args=(out, theirs, pulse), daemon=True), pipe, pulse)
-            child.process.start()
-            theirs.close()  # so that a death closes the pipe
-            crew.append(child)
-        yield crew
-    finally:
-        for process, pipe, _ in crew:
-            pipe.close()
-            process.terminate()
-        until = time.monotonic() + GRACE
-        for process, _, _ in crew:
-            process.join(max(0.0, until - time.monotonic()))
-            process.kill()
-            process.join()
-            process.close()
-
-
-def _serve(out: Path, pipe: Connection, pulse: Any) -> None:
-    """In a process: run what is asked for. Ctrl-C is the parent's business, who tells us to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    devoted(pulse, at_once=True)
-    try:
-        with heeding(), contextlib.suppress(EOFError, OSError):  # the parent has closed the pipe
-            while True:
-                item = pipe.recv()
-                try:
-                    reply: TableRun | Failure = _one(out, item)
-                except Exception as error:
-                    reply = failure(error)
-                pipe.send(reply)
-    except Stopped as stopped:
-        os._exit(exit_code(stopped))
-
-
-# ---------------------------------------------------------------------------------------------- showing
-
-
-class Cell(NamedTuple):
-    """Test accuracies over the seeds, in percent."""
-
-    values: list[float]
-
-    @property
-    def mean(self) -> float:
-        """Over the seeds."""
-        return statistics.fmean(self.values)
-
-    def __str__(self) -> str:
-        spread = f" ± {statistics.stdev(self.values):.1f}" if len(self.values) > 1 else ""
-        return f"{self.mean:.1f}{spread}"
-
-
-def cells(table: Table, results: list[TableRun]) -> dict[str, dict[str, Cell]]:
-    """The accuracies by row and calibration; a row with a run that diverged has no cells."""
-    found: dict[str, dict[str, Cell]] = {}
-    for row, experiments in table.rows.items():
-        values: dict[str, list[float]] = {}
-        for result in results:
-            for record in of_kind(result.records, CalibrationRecord) if result.row == row else []:
-                values.setdefault(record.name, []).append(100 * record.accuracy)
-        found[row] = {name: Cell(some) for name, some in values.items() if len(some) == len(experiments)}
+def all_tables() -> dict[str, Callable[..., Table]]:
+    """Our own tables and those of the papers, by the names that `unskew table` takes."""
+    found = dict(tables)
+    for paper in PAPERS:
+        found |= importlib.import_module(f"unskew.experiments.{paper}").tables
     return found
 
 
-def markdown(name: str, table: Table, results: list[TableRun]) -> str:
-    """The table as text, with what it takes to repeat it."""
-    found = cells(table, results)
-    columns = list(next((row for row in found.values() if row), {}))
-    seeds = len(next(iter(table.rows.values())))
-    start = next((start_in(result.records) for result in results if result.records), None)
-    if start is None:
-        return f"# {table.title}\n\n`unskew table {name}`: every run diverged.\n"
-    versions = ", ".join(f"{key} {value}" for key, value in start.versions.items())
-    precision = start.experiment.precision
-    trained = "" if precision == "float32" else f"; trained in {precision}"
-    lines = [
-        f"# {table.title}",
-        "",
-        f"`unskew table {name}`: test accuracy in %, mean ± standard deviation over {seeds} seeds, which change the "
-        f"cut, the network and the batches. {start.hardware}; {versions}{trained}.",
-        "",
-        table.note,
-        "",
-        "| | " + " | ".join("as trained" if column == "none" else column for column in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
-    for row, cell in found.items():
-        lines.append(f"| {row} | " + " | ".join(str(cell.get(column, "diverged")) for column in columns) + " |")
-    compared = found.get(table.reference, {}).keys() == set(columns)
-    return "\n".join(lines + (_unhelpful(found, columns, table.reference) if compared else [])) + "\n"
+def counted() -> dict[str, Callable[[], str]]:
+    """Pages that follow from shapes alone, for which nothing is run, by the names that `unskew table` takes."""
+    return dict(importlib.import_module("unskew.experiments.spherefed").counted)
 
 
-def _unhelpful(found: dict[str, dict[str, Cell]], columns: list[str], reference: str) -> list[str]:
-    """Which calibrations and which methods did not raise the mean, in words."""
-    whole = {row: cell for row, cell in found.items() if cell.keys() == set(columns)}
-    lines = ["", "## Where it does not help", ""]
-    for column in columns[1:]:
-        gains = {row: cell[column].mean - cell["none"].mean for row, cell in whole.items()}
-        lines.append(
-            f"* {column} changes the mean by {min(gains.values()):+.1f} to {max(gains.values()):+.1f} points; "
-            f"it lowers it in {_below(gains)}."
-        )
-    for column in columns:
-        gains = {
-            row: cell[column].mean - whole[reference][column].mean for row, cell in whole.items() if row != reference
-        }
-        label = "As trained" if column == "none" else f"After {column}"
-        lines.append(f"* {label}, below {reference}: {_below(gains)}.")
-    return lines
-
-
-def _below(gains: dict[str, float]) -> str:
-    return ", ".join(f"{row} ({gain:+.1f})" for row, gain in gains.items() if round(gain, 1) < 0) or "no row"
+def table_of(name: str, seeds: int | None = None) -> Table:
+    """A table by its name, with so many seeds."""
+    make = lookup("table", name, all_tables())
+    if seeds is None:
+        return make()
+    check_number("seeds", seeds, COUNT)
+    return make(seeds)
