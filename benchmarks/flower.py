@@ -159,7 +159,7 @@ def memory(sites: int, form: str) -> None:
                 local.start_node(str(site), {"data": str(folder / f"{site}.npz")})
             local.wait_for_nodes()
             config = {"sites": str(sites), "rounds": 1, "epochs": 1, "form": form, "hold-out": 0.0,
-                      "calibrator": "lda", "out": str(folder / "out")}  # fmt: skip
+                      "calibrator": "ffc", "out": str(folder / "out")}  # fmt: skip
             running = local.flower.run(folder / "app", config)
             with watched(local.mark) as most:
                 wait(running, folder / "out")

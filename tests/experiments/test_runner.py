@@ -92,6 +92,14 @@ def test_what_is_yielded_is_what_is_written(data, tmp_path) -> None:
     assert yielded[-1].seconds == pytest.approx(sum(getattr(record, "seconds", 0) for record in yielded[:-1]))
 
 
+@pytest.mark.parametrize("changed", [{"calibrate": "ffc,lda"}, {"calibrate": "none", "recalibrate": "lda:every=1"}])
+def test_a_calibrator_that_can_do_nothing_for_the_model_is_refused_before_the_training(data, tmp_path, changed) -> None:
+    experiment = replace(experiment_of(data), method="fedavg+on_sphere", **changed)
+    with pytest.raises(UsageError, match="has no bias, which lda needs: choose ccvr, ffc or fedcof"):
+        list(run(experiment, tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_evaluation_is_left_out_between_and_never_at_the_end(data, tmp_path) -> None:
     records = list(run(experiment_of(data, evaluate_every=3), tmp_path / "run"))
     assert [record.round for record in records if record.kind == "round" and record.accuracy is not None] == [3, 4]

@@ -431,6 +431,12 @@ def test_settings_that_can_not_be_meant(stage, values, why):
         stage.federation(**values).carry_out()
 
 
+def test_a_calibrator_that_can_do_nothing_for_the_model_is_refused_before_the_training(stage):
+    with pytest.raises(UsageError, match="has no bias, which lda needs"):
+        stage.federation(method="fedavg+on_sphere", calibrator="lda").carry_out()
+    assert "round 1" not in phases(stage)
+
+
 def test_values_of_an_apps_own_code_are_let_through(stage):
     assert App.of({**CONFIG, "my-folder": "x"}).settings.names == ("a", "b", "c")
 

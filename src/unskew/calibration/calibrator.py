@@ -91,9 +91,7 @@ class Calibrator:
                 f"{self.name} needs statistics of form {' or '.join(self.forms)}; these are of form {stats.form!r}: "
                 "collect again, or choose another calibrator"
             )
-        if self.needs_bias and old.bias is None:
-            others = named(lambda other: not other.needs_bias)
-            raise UsageError(f"the model's classifier has no bias, which {self.name} needs: choose {others}")
+        self.check_classifier(classifier)
         if not stats.count.sum() > 0:
             raise UsageError("the statistics hold no examples: add those of at least one client")
         if self.apart and len(sites) < 2:
@@ -119,6 +117,14 @@ class Calibrator:
         if not all(torch.isfinite(value).all() for value in made.parameters()):
             raise UsageError(f"the head of {self.name} is NaN or infinite in {old.weight.dtype}: {self.remedy}")
         return made
+
+    def check_classifier(self, classifier: nn.Module) -> None:
+        """Refuse a classifier for which nothing can be done: that is known before anything is trained or collected."""
+        from unskew.calibration.selection import named  # which knows all of us
+
+        if self.needs_bias and plain(classifier).bias is None:
+            others = named(lambda other: not other.needs_bias)
+            raise UsageError(f"the model's classifier has no bias, which {self.name} needs: choose {others}")
 
 
 def plain(classifier: nn.Module) -> nn.Linear:

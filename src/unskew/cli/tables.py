@@ -117,6 +117,20 @@ def absolute(given: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- commands
 
 
+OWN = {
+    **dict.fromkeys(("rounds", "scale", "precision", "engine", "device"), "it is an option of its own"),
+    **dict.fromkeys(("seed", "cut_seed"), "--seeds says how many"),
+    **dict.fromkeys(("calibrate", "personal"), "its cells show them; write a sweep"),
+}
+
+
+def _page(path: Path) -> Path:
+    """Where a page is written, beside which its other files have their own endings."""
+    if path.suffix in (".jsonl", ".csv", ".tex", ".svg"):
+        raise UsageError(f"--write is {path}: name the page, such as {path.with_suffix('.md')}")
+    return path
+
+
 def _values(texts: tuple[str, ...]) -> dict[str, Any]:
     """Options as NAME=VALUE, each value as TOML has it; what is no value of TOML is a text."""
     found: dict[str, Any] = {}
@@ -128,6 +142,9 @@ def _values(texts: tuple[str, ...]) -> dict[str, Any]:
             found[name] = tomllib.loads(f"x = {value}")["x"]
         except tomllib.TOMLDecodeError:
             found[name] = value
+    for name in found:
+        if name.replace("-", "_") in OWN:
+            raise UsageError(f"--set is {name}, which the table decides: {OWN[name.replace('-', '_')]}")
     made = Experiment.of(found, "--set")
     return {name.replace("-", "_"): getattr(made, name.replace("-", "_")) for name in found}
 
@@ -188,7 +205,7 @@ def fill_table(
           {"seeds": seeds, "rounds": rounds, "scale": scale, "precision": precision}.items() if value is not None),
         *(f"--set {_quoted(text)}" for text in changes), *(["--tune"] if tune else []),
     ])  # fmt: skip
-    base = write or Path("results") / f"{name.replace('/', '-')}.md"
+    base = _page(write) if write else Path("results") / f"{name.replace('/', '-')}.md"
     ledger = base.with_suffix(".jsonl") if write else Path("results") / f"{name.partition('/')[0]}.jsonl"
     if table.changed and write is None:
         told = {"rounds": rounds, "scale": scale, **options}
@@ -205,7 +222,7 @@ def fill_table(
             replace(cell, runs=tuple(replace(run, **how) for run in cell.runs)) for cell in some.cells))  # fmt: skip
 
     if tune:
-        table = _tuned(table, part(table), rates, base, out, jobs, command, dry_run)
+        table = _tuned(table, part(table), rates, base, out, jobs, command, dry_run, show_only)
     if dry_run:
         _say_cost(part(table), ledger)
         return
@@ -219,7 +236,7 @@ def _quoted(value: object) -> str:
 
 def _tuned(
     table: Table, wanted: Table, rates: str | None, page: Path, out: Path, jobs: int | None, command: str,
-    dry_run: bool,
+    dry_run: bool, show_only: bool,
 ) -> Table:  # fmt: skip
     """The table with learning rates that were searched for its wanted part."""
     from unskew.experiments import ledger, tuning
@@ -234,7 +251,7 @@ def _tuned(
         show("To choose the learning rates:")
         _say_cost(searched, found.with_suffix(".jsonl"))
         return table
-    fill(command, searched, found, found.with_suffix(".jsonl"), out, jobs)
+    fill(command, searched, found, found.with_suffix(".jsonl"), out, jobs, show_only=show_only)
     return tuning.tuned(table, searched, ledger.read(found.with_suffix(".jsonl")))
 
 
@@ -277,7 +294,7 @@ def run_sweep(
         replace(cell, runs=tuple(Experiment(**absolute(asdict(run))) for run in cell.runs)) for cell in table.cells
     ))  # fmt: skip
     out = out or Path("runs/sweeps") / file.stem
-    page = write or out / f"{file.stem}.md"
+    page = _page(write) if write else out / f"{file.stem}.md"
     check_free([page], True, {"FILE": file})
     if dry_run:
         _say_cost(table, page.with_suffix(".jsonl"))

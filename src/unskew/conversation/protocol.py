@@ -214,13 +214,8 @@ def serve(
     accept = _accepted(accept, roster.expected)
     mix = _mix(prior, model.classes)
 
-    def plan(form: str) -> HeadPlan:
-        return plan_for(calibrator, [form], Transform(task.transform).name, model.classifier, robust=robust,
-                        prior=mix is not None)  # fmt: skip
-
-    form, _ = task.sent_as(model.classes, Transform(task.transform).width(model.dimension))
-    _check_able(plan, form, validated)
-    gathering = Gathering(model, task, plan(form), accept=accept, keys=keys, whole=validated, robust=robust)
+    plan = planned(model, task, calibrator, validated, robust, mix is not None)
+    gathering = Gathering(model, task, plan, accept=accept, keys=keys, whole=validated, robust=robust)
     replies = yield replace(task, sites=roster.expected)
     _hear(roster, replies, gathering.add)
     for site, why in gathering.settle().items():
@@ -287,13 +282,22 @@ def _mix(prior: Tensor | Sequence[float] | None, classes: int) -> Tensor | None:
     return mix
 
 
-def _check_able(plan: Callable[[str], HeadPlan], form: str, validated: bool) -> None:
-    """Refuse a calibrator that can't work on what sites are to send, before they are asked. Of examples that are not
-    held out, which validated heads are made from, less is known than of all.
+def planned(
+    model: Split, task: Task, calibrator: Calibrator | str, validated: bool, robust: bool = False, prior: bool = False
+) -> HeadPlan:
+    """What heads will be made of, and how; refuse a calibrator that can't work on what sites are to send, or for the
+    model, before they are asked. Of examples that are not held out, which validated heads are made from, less is known
+    than of all.
     """
-    if validated:
-        form = "pooled" if form in ("class", "pooled") else "none"
+
+    def plan(form: str) -> HeadPlan:
+        return plan_for(calibrator, [form], Transform(task.transform).name, model.classifier, robust=robust,
+                        prior=prior)  # fmt: skip
+
+    sent, _ = task.sent_as(model.classes, Transform(task.transform).width(model.dimension))
+    form = sent if not validated else "pooled" if sent in ("class", "pooled") else "none"
     wanted, _, useful = plan(form)
+    wanted.check_classifier(model.classifier)
     if validated and wanted.apart:
         raise UsageError(f"{wanted.name} needs each site's own statistics, not known of examples that are not "
                          "held out: choose another calibrator, or give validated=False")  # fmt: skip
@@ -301,6 +305,7 @@ def _check_able(plan: Callable[[str], HeadPlan], form: str, validated: bool) -> 
         rest = " of examples that are not held out" if validated else ""
         raise UsageError(f"{wanted.name} needs statistics of form {' or '.join(wanted.forms)}, but there will be those "
                          f"of form {form!r}{rest}: choose another calibrator, or another task")  # fmt: skip
+    return plan(sent)
 
 
 def _hear(roster: Roster, replies: Replies, use: Callable[[str, Taken], None]) -> None:

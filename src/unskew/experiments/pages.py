@@ -109,10 +109,15 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         if not self.paired.values:
             return "not run"
-        text = f"{self.paired.mean:+.2f}"
+        text = _signed(self.paired.mean)
         if self.paired.interval is not None:
-            text += " [{:+.2f}, {:+.2f}]".format(*self.paired.interval)
-        return text if self.printed is None else f"{text} (paper {self.printed:+.2f})"
+            text += " [{}, {}]".format(*map(_signed, self.paired.interval))
+        return text if self.printed is None else f"{text} (paper {_signed(self.printed)})"
+
+
+def _signed(points: float) -> str:
+    """Points with their sign; what is nothing to two digits has none that counts."""
+    return f"{round(points, 2) + 0.0:+.2f}"
 
 
 def gains(table: Table, results: Results) -> list[Difference]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from unskew.calibration.calibrator import Calibrator
 from unskew.data.datasets import Dataset, draw_crops, gather
 from unskew.data.partition import Federation
 from unskew.errors import UnskewError, UsageError, lookup
@@ -218,6 +219,9 @@ class _Run:
         self.training = training_of(experiment, model, federation, method.algorithm, given)
         self.local = bool(at_home(self.training.net, method.algorithm, self.training.net.tree))
         _refuse(experiment, self.local, bool(self.makers), [parse(spec)[0] for spec in self.ways])
+        for maker in self.makers.values():
+            if isinstance(maker, Calibrator):
+                maker.check_classifier(model.classifier)
         free = alone and ranks()[0] == 0 and not holds_run(self.out)  # nobody else says which engine and lanes
         self.experiment, self.choice = picked(experiment, self.training) if free else (experiment, None)
 

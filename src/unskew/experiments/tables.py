@@ -124,7 +124,6 @@ def changed(table: Table, options: Mapping[str, Any], rounds: int | None = None,
     if scale is not None:
         check_number("scale", scale, SHARE)
         told.append(f"{100 * scale:g} % of the training examples")
-    told = [text for text in told if not text.startswith(("rounds ", "scale "))]
 
     def other(run: Experiment) -> Experiment:
         shorter = {} if rounds is None else {"rounds": math.ceil(run.rounds * rounds / most)}

@@ -28,7 +28,7 @@ from unskew.conversation.answers import Counts
 from unskew.conversation.heads_file import OLD, heads_bytes
 from unskew.conversation.messages import Request
 from unskew.conversation.model_file import Opened, save_model
-from unskew.conversation.protocol import Result, serve, talk
+from unskew.conversation.protocol import Result, planned, serve, talk
 from unskew.conversation.roster import Roster, Sent, needed
 from unskew.data.partition import Parts
 from unskew.errors import DataError, UnskewError, UsageError, one_line, printable, shortened
@@ -147,6 +147,9 @@ class Federation:
                 f"method is {self.app.experiment.method!r}, which keeps parts of the model with each client, but the "
                 "app makes one model for all. `unskew run --engine flower` trains it in a simulation"
             )
+        if self.settings.calibrator != "none":  # now: what can't be made must not be found out after the training
+            validated, robust = self.settings.hold_out > 0, self.settings.robust
+            planned(training.model, self.settings.task(), self.settings.calibrator, validated, robust)
         if training.recalibrate is not None:
             raise UsageError("recalibrate is not carried over Flower: leave it out")
 

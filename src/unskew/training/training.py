@@ -259,6 +259,7 @@ def _check_fit(run: Training) -> None:
     calibrator, every = recalibrate
     expect("recalibrate[0]", calibrator, Calibrator, pair)
     check_number("recalibrate[1]", every, COUNT)
+    calibrator.check_classifier(model.classifier)
     if calibrator.front != "identity" or type(model.classifier) is not nn.Linear:
         raise UsageError(
             f"recalibrating by {calibrator.name} would change the classifier's form (a transform, clsnorm, dropout "
