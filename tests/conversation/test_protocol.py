@@ -730,7 +730,7 @@ def test_what_can_not_come_to_anything_is_refused_before_sites_are_asked(form, v
 
 @pytest.mark.parametrize("validated", [True, False])
 def test_a_model_for_which_nothing_can_be_done_is_refused_before_sites_are_asked(validated):
-    model = unskew.Split(torch.nn.Identity(), torch.nn.Linear(4, 3, bias=False))
+    model = Split(nn.Identity(), nn.Linear(4, 3, bias=False))
     with pytest.raises(UsageError, match="has no bias, which lda needs: choose ccvr, ffc or fedcof"):
         next(serve(model, NAMES, Task(form="pooled", hold_out=0.2), calibrator="lda", validated=validated))
 
