@@ -8,7 +8,7 @@ stopped.
     python benchmarks/calibrators.py --data digits --norm none --rounds 10 --epochs 5 --batch 32 --cuts 6 --choose 3
     python benchmarks/calibrators.py --data cifar10 --trained runs/table2
 
---trained takes the FedAvg runs that benchmarks/table2.py has trained, instead of training.
+--trained takes the FedAvg runs of `unskew table cifar10/cuts`, instead of training.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--augment", action="store_true")
     parser.add_argument("--engine", default="workers")
-    parser.add_argument("--trained", help="a folder of benchmarks/table2.py")
+    parser.add_argument("--trained", help="a folder of `unskew table`")
     parser.add_argument("--out", default="runs/calibrators")
     args = parser.parse_args()
     alphas = [float(alpha) for alpha in args.alphas.split(",")]

@@ -1,6 +1,6 @@
-"""How honest sites compare with each other, on features of networks that benchmarks/table2.py has trained.
+"""How honest sites compare with each other, on features of networks that `unskew table` has trained.
 
-    python benchmarks/honest.py --data cifar10 --trained runs/own runs/endings
+    python benchmarks/honest.py --data cifar10 --trained runs/tables
 
 One run for each method, schedule and alpha; at most --most examples of each site. A line for each: the range of what
 `doubts` compares, and what would be told or refused. The limits were chosen on digits: this is their test.

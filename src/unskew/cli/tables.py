@@ -19,7 +19,7 @@ from unskew.cli.console import display, put_json, show, tell
 from unskew.cli.failures import failed
 from unskew.cli.shared import PATH, check_free, epilog, probe_folder
 from unskew.errors import UsageError, printable
-from unskew.experiments.experiment import Experiment
+from unskew.experiments.experiment import HOW, Experiment
 from unskew.specs import pieces_of
 from unskew.system.stopping import exit_code
 from unskew.training.engines.lanes.timetable import Usage
@@ -208,7 +208,7 @@ def fill_table(
     base = _page(write) if write else Path("results") / f"{name.replace('/', '-')}.md"
     ledger = base.with_suffix(".jsonl") if write else Path("results") / f"{name.partition('/')[0]}.jsonl"
     if table.changed and write is None:
-        told = {"rounds": rounds, "scale": scale, **options}
+        told = {"rounds": rounds, "scale": scale, **{key: value for key, value in options.items() if key not in HOW}}
         named = [str(value) if key == "precision" else f"{key}-{value}" for key, value in told.items() if value]
         base = base.with_name("-".join([base.stem, *named]) + base.suffix)
     check_free([base], True, {}, *([out] if out.exists() else []))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from unskew.errors import COUNT, SHARE, UsageError, check_number, lookup
-from unskew.experiments.experiment import Experiment
+from unskew.experiments.experiment import HOW, Experiment
 
 TRAINED = "as trained"  # the column of a model that was not calibrated
 
@@ -116,7 +116,7 @@ def part(table: Table, rows: Collection[str] = (), columns: Collection[str] = ()
 
 def changed(table: Table, options: Mapping[str, Any], rounds: int | None = None, scale: float | None = None) -> Table:
     """The table with other options; fewer rounds or examples make a cheaper version, which its title says."""
-    told = [f"{name} {value}" for name, value in options.items()]
+    told = [f"{name} {value}" for name, value in options.items() if name not in HOW]
     if rounds is not None:
         check_number("rounds", rounds, COUNT)
         most = max((run.rounds for cell in table.cells for run in cell.runs), default=rounds)
@@ -196,14 +196,14 @@ def digits_rates(seeds: int = 3) -> Table:
 # ---------------------------------------------------------------------------------------------- all of them
 
 tables: dict[str, Callable[..., Table]] = {"digits": digits, "digits-rates": digits_rates}
-PAPERS = ("ccvr", "spherefed")  # modules beside this one, each with the `tables` of its paper
+LISTED = ("ccvr", "spherefed", "questions")  # modules beside this one with `tables`: of the papers, and of our own
 
 
 def all_tables() -> dict[str, Callable[..., Table]]:
     """Our own tables and those of the papers, by the names that `unskew table` takes."""
     found = dict(tables)
-    for paper in PAPERS:
-        found |= importlib.import_module(f"unskew.experiments.{paper}").tables
+    for module in LISTED:
+        found |= importlib.import_module(f"unskew.experiments.{module}").tables
     return found
 
 
