@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from helpers.federations import Stage, quick
-from unskew.flower import nodes, running
+from unskew.flower import nodes, running, talking
 
 
 def pytest_configure(config):
@@ -21,5 +21,6 @@ def stage(monkeypatch, tmp_path) -> Stage:
     found = Stage(tmp_path)
     monkeypatch.setattr(nodes, "time", found.clock)
     monkeypatch.setattr(running, "time", found.clock)
+    monkeypatch.setattr(talking, "time", found.clock)
     quick(monkeypatch)
     return found

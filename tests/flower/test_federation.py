@@ -12,7 +12,8 @@ from unskew.conversation.messages import Fault
 from unskew.data.datasets import Dataset
 from unskew.data.partition import Federation as Parts
 from unskew.errors import DataError, UsageError
-from unskew.flower import running, site as site_side, talking
+from unskew.experiments.folder import save_round
+from unskew.flower import running, site as site_side, talking, training as rounds
 from unskew.flower.letters import Letter
 from unskew.flower.records import Begun, Ended, Phase, Scored, Trained, read
 from unskew.flower.settings import App
@@ -65,7 +66,7 @@ def test_a_federation_trains_calibrates_and_writes_down_what_it_did(stage):
     assert (ended.well, ended.absent, ended.share_absent, ended.head) == (True, {}, 0, result.head)
     assert of(stage, Begun)[0].examples == {"a": 96, "b": 96, "c": 96}
     held_out, test = of(stage, Scored)
-    assert test.examples == 120
+    assert test.examples == 119  # of a class of which a site has a single one nothing is said
     assert held_out.accuracies[result.head] == max(held_out.accuracies.values())
     assert same(weights(stage, "calibrated"), dict(result.model.state_dict()))
 
@@ -99,6 +100,17 @@ def test_large_statistics_are_fetched_in_parts(stage, monkeypatch):
     parts = stage.federation(out=str(stage.folder / "parts")).carry_out()
     assert same(dict(whole.model.state_dict()), dict(parts.model.state_dict()))
     assert sum(letter.about["ask"] == "part" for _, _, letter in stage.post.letters) > 6
+
+
+def test_all_parts_of_a_reply_have_the_time_of_one(stage, monkeypatch):
+    for module in (site_side, talking):
+        monkeypatch.setattr(module, "INLINE", 1000)
+    monkeypatch.setattr(talking, "PART", 1500)
+    stage.join("c", change=asked("part", lambda said: Late(13.0, said)))
+    stage.federation(require="2").carry_out()
+    assert "bytes" in phases(stage)["statistics"].absent["c"]
+    assert "came within 30 s" in phases(stage)["statistics"].absent["c"]
+    assert stage.clock.now < 150
 
 
 def test_nothing_of_a_conversation_is_left_at_the_sites(stage):
@@ -135,7 +147,27 @@ LIES = {
         lambda said: with_tree(said, "upload", lambda tree: {**tree, "examples": tree["examples"] * 1000}),
         "trained on 96000 examples, but said that it has 96",
     ),
+    "more say": (
+        lambda said: with_tree(said, "upload", lambda tree: {**tree, "weight": tree["weight"] * 1e18}),
+        "weight of its upload is not what its examples and its steps make it",
+    ),
+    "less than none": (
+        lambda said: with_tree(said, "upload", lambda tree: {**tree, "weight": -tree["weight"] * 2}),
+        "more say, or less",
+    ),
+    "numbers that no training makes": (
+        lambda said: with_tree(
+            said, "upload", lambda tree: {k: x + 3e38 if k.startswith("delta/") else x for k, x in tree.items()}
+        ),
+        "larger than any training makes it",
+    ),
+    "a loss beyond all": (lambda said: replace(said, about={**said.about, "loss": 1.7e308}), "its loss is 1.7e+308"),
+    "more tensors": (
+        lambda said: replace(said, trees={**said.trees, "client": {"memory/x": torch.ones(3)}}),
+        "it has sent 'client' beside its upload",
+    ),
     "an error": (lambda said: Letter({"failed": "the disk is full"}), "the disk is full"),
+    "an endless error": (lambda said: Letter({"failed": "x" * 10**7}), "more)"),
     "a fault of Flower's": (lambda said: Fault("failed", "the process of its app died"), "the process of its app died"),
     "nothing": (lambda said: None, "no reply within 30 s"),
     "too late": (lambda said: Late(40.0, said), "no reply within 30 s"),
@@ -155,6 +187,40 @@ def test_a_reply_that_can_not_be_used_is_named_and_changes_nothing(stage, lie):
     assert phases(other)["round 1"].share_absent == pytest.approx(1 / 3)
     assert phases(other)["round 2"].answered == ["a", "b", "c"]
     assert same(without, weights(other))
+
+
+@pytest.mark.parametrize("method", ["fednova", "scaffold", "feddyn", "fedavg+on_sphere", "fedopt+fedprox"])
+@pytest.mark.parametrize("factor", [1e6, -1.0])
+def test_what_follows_from_examples_and_steps_is_not_the_sites_to_say(stage, method, factor):
+    """Whatever an upload weighs by: its weight, its effective steps."""
+    stage.federation(method=method, require="2", calibrator="none")
+    app = App.of(stage.config)
+    training = app.training(app.data(), (torch.zeros(1, dtype=torch.int64).expand(96),) * 3)
+    books = rounds._books(training, training.start(), 2)
+    assert {"examples", "weight"} <= books.keys() | {"weight"}
+    for name in sorted(books.keys() - {"examples"}):
+        if float(books[name].abs().max()) == 0:
+            continue
+        other = Stage(stage.folder / name.replace("/", "-"), stage.clock, dict(stage.values))
+        lie = lambda said, name=name: with_tree(said, "upload", lambda tree: {**tree, name: tree[name] * factor})  # noqa: E731
+        other.join("c", change=asked("train", lie, number=1))
+        other.federation().carry_out()
+        assert f"{name} of its upload is not what" in phases(other)["round 1"].absent["c"]
+
+
+def test_who_was_there_at_the_beginning_is_asked_again_where_it_goes_on(stage, monkeypatch):
+    stop_after(stage.federation(require="2", rounds=3), 1, monkeypatch)
+    monkeypatch.setattr(running, "save_round", save_round)
+    again = stage.federation(resume=True)
+    stage.leave("c")  # it stays away
+    again.carry_out()
+    assert phases(stage)["round 3"].answered == ["a", "b"]
+    assert "c" in phases(stage)["round 3"].absent
+
+
+def test_a_site_can_be_accepted_by_name(stage):
+    stage.federation(accept="c, a")
+    assert App.of(stage.config).settings.accepted == ("c", "a")
 
 
 @pytest.mark.parametrize("lie", ["NaN", "an error", "nothing"])
@@ -334,7 +400,7 @@ TALK = {
     "bytes that are no reply": (lambda said: replace(said, content=b"x" * said.whole("size")), "damaged"),
     "fewer bytes": (lambda said: replace(said, content=said.content[:-9]), "of which fewer came"),
     "no size": (lambda said: replace(said, about={"x": 1}), "size of a letter is None"),
-    "endless": (lambda said: Letter({"size": 10**15}), "limit"),
+    "endless": (lambda said: Letter({"size": 10**15}), "statistics as asked for have"),
     "an error": (lambda said: Letter({"failed": "no data"}), "no data"),
     "too late": (lambda said: Late(40.0, said), "no reply within 30 s"),
 }
@@ -367,7 +433,7 @@ def test_counts_that_can_not_be_are_refused(stage, change):
     stage.join("c", change=asked("evaluate", lies))
     stage.federation().carry_out()
     assert "c" in phases(stage)["scores of test"].absent
-    assert of(stage, Scored)[-1].examples == 80
+    assert of(stage, Scored)[-1].examples == 79
 
 
 # ---------------------------------------------------------------------------------------------- stopping and going on

@@ -200,7 +200,72 @@ def test_heads_are_scored_only_if_the_server_has_signed_them(stage, tmp_path):
     assert len(phases(stage)["scores of test"].absent) == 3
     stage.federation(calibrator="auto", key=str(secret), out=str(tmp_path / "signed")).carry_out()
     records = read(tmp_path / "signed")
-    assert [record.examples for record in records if isinstance(record, Scored)][-1] == 120
+    assert [record.examples for record in records if isinstance(record, Scored)][-1] == 119
+
+
+def conversing(stage, **values):
+    """A site that has sent statistics, the app's model, and heads that it is asked to score."""
+    stage.values |= values
+    app, site = App.of(stage.config), Site(lambda context: examples_of("a"))
+    task, model = app.settings.task(), app.model()
+    context = context_of(stage)
+    sent = site.query(asks(stage, task.to_bytes()), context).content
+    stats = read_reply(sent).stats()
+
+    def heads(name="new", hold_out=task.hold_out, seed=0):
+        drawn = torch.nn.Linear(model.dimension, 4)
+        torch.nn.init.normal_(drawn.weight, generator=torch.Generator().manual_seed(seed))
+        return heads_bytes(model, {name: drawn}, stats, False, None, hold_out)
+
+    return site, context, heads
+
+
+def test_heads_are_scored_on_nothing_that_was_not_held_out(stage):
+    site, context, heads = conversing(stage, **{"hold-out": 0.0})
+    for hold_out in (0.0, None):
+        said = said_by(site.query, lambda hold_out=hold_out: asks(stage, heads(hold_out=hold_out)), context).about
+        assert "this site has held out nothing" in said["failed"]
+
+
+def test_heads_are_those_of_one_request(stage):
+    site, context, heads = conversing(stage)
+    first = heads()
+    assert "failed" not in said_by(site.query, lambda: asks(stage, first), context).about
+    assert "failed" not in said_by(site.query, lambda: asks(stage, first), context).about  # a letter that came twice
+    said = said_by(site.query, lambda: asks(stage, heads(seed=1)), context).about
+    assert "has scored other heads in this conversation" in said["failed"]
+
+
+def test_heads_are_scored_by_the_share_and_the_weights_of_the_statistics(stage):
+    site, context, heads = conversing(stage)
+    said = said_by(site.query, lambda: asks(stage, heads(hold_out=0.25)), context).about
+    assert "hold_out of these heads is 0.25, but the settings of this run make it 0.2" in said["failed"]
+    letter = asks(stage, heads())
+    other = {name: value + 1e-3 for name, value in letter.trees["weights"].items()}
+    said = said_by(site.query, lambda: Letter(letter.about, {"weights": other}, letter.content), context).about
+    assert "failed" in said
+
+
+def test_of_a_class_of_one_test_example_nothing_is_said(stage):
+    app = App.of(stage.config)
+    x, y = torch.randn(12, 1, 8, 8), torch.tensor([0] * 11 + [3])
+    site = Site(lambda context: examples_of("a"), lambda context: [(x, y)])
+    heads = heads_bytes(app.model(), {}, FeatureStats.zero(4, app.model().dimension, "none"))
+    letter = Letter({"ask": "evaluate", "run": RUN}, {"weights": dict(app.model().state_dict())}, heads)
+    assert site.evaluate(letter, context_of(stage)).tree("counts")["total"].tolist() == [11, 0, 0, 0]
+
+
+def test_a_round_beyond_the_last_is_refused(stage):
+    app, site = App.of(stage.config), Site(lambda context: examples_of("a"))
+    letter = Letter({"ask": "train", "run": RUN, "round": 10**9, "client": 0, "counted": 0},
+                    {"params": dict(app.model().state_dict())})  # fmt: skip
+    assert "the run has 2" in said_by(site.train, lambda: letter, context_of(stage)).about["failed"]
+
+
+def test_what_clients_keep_of_many_runs_is_bounded(stage):
+    for number in range(home.RUNS + 3):
+        home.Home(context_of(stage), "a", f"{number:016x}").keep({1: {"x": torch.ones(1)}})
+    assert len(list((stage.folder / "state").rglob("kept-*"))) == home.RUNS
 
 
 def test_of_a_few_test_examples_nothing_is_said(stage):
@@ -235,6 +300,7 @@ def codes(tmp_path, monkeypatch) -> Path:
     ({"model": "own_app.net:build"}, {}, True),
     ({"model": "own_app_of_others.net:build"}, {}, False),
     ({"model": "net.py:build"}, {}, False), ({"model": "net:build"}, {}, False),
+    ({"model": "own_app.egg-info/../net.py:build"}, {}, False), ({"model": "own_app.py:build"}, {}, False),
     ({"method": "fedavg+net.py:build"}, {}, False), ({"method": "fedavg+own_app_of_others.net:build"}, {}, False),
     ({"model": "net.py:build"}, {"trust": True}, True), ({"model": "net.py:build"}, {"trust": "yes"}, False),
     ({"model": "small-cnn"}, {}, None),
@@ -325,7 +391,7 @@ def test_a_site_without_a_folder_says_why_it_has_lost_what_it_kept(stage):
     """Flower's context is of one run: where a federation is resumed, that is another one."""
     state = SimpleNamespace(config_records={}, array_records={})
     context = SimpleNamespace(node_config={"site": "a"}, run_config=None, node_id=1, state=state)
-    stage.values |= {"method": "scaffold", "calibrator": "none"}
+    stage.values |= {"method": "scaffold", "calibrator": "none", "rounds": 3}
     context.run_config = stage.config
     app = App.of(stage.config)
     training = app.training(app.data(), (torch.zeros(1, dtype=torch.int64).expand(96),) * 3)

@@ -6,6 +6,7 @@ of Flower's context that gives batches of them, always in the same order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -27,7 +28,7 @@ from unskew.flower.settings import App
 from unskew.flower.site import Own, converse, handling, private, site_of, train
 from unskew.models.networks import Split
 from unskew.specs import is_own, pieces_of
-from unskew.statistics.collecting import LEAST
+from unskew.statistics.collecting import LEAST, enough
 from unskew.system.machine import threads
 from unskew.training.functional import installed
 from unskew.training.training import Training
@@ -116,12 +117,16 @@ class Site(NamedTuple):
         own = Own(lambda: held, model.classes)
         scores = scores_of(model, own, heads.modules, 0.0, name="the test data of this site")
         total = next(iter(scores.values())).confusion.sum(1)
+        told_of = enough(total)  # as in a conversation: nothing of a class of one
+        total = total * told_of
         examples = int(total.sum())
-        if examples < LEAST:
-            log.warning("this site has %d test examples: of fewer than %d nothing is said", examples, LEAST)
+        if not examples:
+            log.warning(
+                "this site has too few test examples: of fewer than %d, or of a class of one, nothing is said", LEAST
+            )
             return Letter({"none": True})
         log.info("this site says how many of its %d test examples each of %d heads gets right", examples, len(scores))
-        counts = {f"right/{name}": score.confusion.diagonal().clone() for name, score in scores.items()}
+        counts = {f"right/{name}": score.confusion.diagonal() * told_of for name, score in scores.items()}
         return Letter({"none": False}, {"counts": {**counts, "total": total}})
 
     def _told(self, context: Context) -> App:
@@ -134,7 +139,8 @@ class Site(NamedTuple):
         for name, spec in told.experiment.code.items():
             for piece in filter(is_own, (spec, *pieces_of(spec))):
                 module = piece.strip().partition(":")[0]
-                if not self.package or not f"{module}.".startswith(f"{self.package}."):
+                dotted = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module) and not module.endswith(".py")
+                if not self.package or not dotted or not f"{module}.".startswith(f"{self.package}."):
                     raise UsageError(
                         f"{name} is {spec!r}, code that is not the app's own: put it into the app's package, and give "
                         "that to client_app (package=__package__); a site that trusts whoever starts runs with other "

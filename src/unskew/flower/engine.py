@@ -40,6 +40,13 @@ QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_U
          "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # fmt: skip
 
 
+def ray_token() -> dict[str, str]:
+    """What Ray takes from its environment to let nobody in without a token of this time: its ports are open to all who
+    reach the machine, and whoever connects runs code.
+    """
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
 @dataclass(frozen=True)
 class Flower:
     """An engine on Flower's simulation. A client has `cores` (and a share of a GPU, `gpus`) for itself, and `seconds`
@@ -89,7 +96,8 @@ class _Simulation:
         self.thread = threading.Thread(target=self._run, name="flower", daemon=True)
 
     def __enter__(self) -> _Simulation:
-        os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
+        around = {**QUIET, **({} if "RAY_ADDRESS" in os.environ else ray_token())}
+        os.environ.update({name: value for name, value in around.items() if name not in os.environ})
         self.level = logging.getLogger("flwr").level
         self.thread.start()
         return self

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 KEPT, RUN = "unskew-kept", "unskew-run"  # the names of two records in Flower's context
 OWN = "unskew-flower"  # the folder in what a site names, in which nothing but this lies
-OLD = {"statistics": 14 * 24 * 3600.0, "kept": 90 * 24 * 3600.0}  # seconds after which files are removed, by what is in
-FILE = re.compile(r"\.?(kept|statistics)-[0-9a-f]{8,64}(\.\d+\.tmp)?")
+DAY = 24 * 3600.0
+OLD = {"statistics": 14 * DAY, "answered": 14 * DAY, "kept": 90 * DAY}  # seconds after which files go, by what is in
+RUNS = 8  # of which a site keeps what its client keeps; the oldest goes
+FILE = re.compile(r"\.?(kept|statistics|answered)-[0-9a-f]{8,64}(\.\d+\.tmp)?")
 
 
 class Home:
@@ -64,6 +66,9 @@ class Home:
             tree |= prefix(str(number), kept)
         if self.lasting:
             self._write("kept", sealed_bytes(tree, {"run": self.run}))
+            held = sorted(self.folder.glob("kept-*"), key=lambda path: path.stat().st_mtime)
+            for path in held[:-RUNS]:
+                path.unlink(missing_ok=True)
             return
         from flwr.app import ConfigRecord
 
@@ -74,12 +79,24 @@ class Home:
 
     def put(self, statistics: bytes) -> None:
         """Write the statistics of this conversation, in place of those of any other."""
-        for other in self.folder.glob("statistics-*"):
-            other.unlink(missing_ok=True)
+        for what in ("statistics", "answered"):
+            for other in self.folder.glob(f"{what}-*"):
+                other.unlink(missing_ok=True)
         self._write("statistics", statistics)
 
+    def answer(self, heads: bytes) -> None:
+        """Note which candidate heads are scored in this conversation; others are refused."""
+        digest, path = hashlib.sha256(heads).hexdigest().encode(), self.path("answered")
+        if path is None:
+            self._write("answered", digest)
+        elif path.read_bytes() != digest:
+            raise DataError("this site has scored other heads in this conversation already: it scores those of one "
+                            "request alone; begin the conversation again")  # fmt: skip
+
     def path(self, what: str) -> Path | None:
-        """Where the file of this run lies that holds what is "kept", or the "statistics", if it does."""
+        """Where the file of this run lies that holds what is "kept", the "statistics", or which heads
+        were "answered", if it does.
+        """
         found = self.folder / f"{what}-{self.run}"
         return found if found.is_file() else None
 

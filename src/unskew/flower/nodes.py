@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from unskew.conversation.messages import Fault
 from unskew.conversation.roster import Require, Roster
-from unskew.errors import POSITIVE, DataError, UsageError, check_number, printable
+from unskew.errors import POSITIVE, DataError, UsageError, check_number, printable, shortened
 from unskew.flower.letters import QUERY, Letter
 from unskew.flower.post import GONE, Came, Post
 
@@ -159,7 +159,7 @@ class Nodes:
         """What has come; a letter that says that its site could not reply is a fault."""
         came = self.post.fetch(number)
         if isinstance(came, Letter) and "failed" in came.about:
-            return Fault("failed", str(came.about["failed"]))
+            return Fault("failed", shortened(str(came.about["failed"]), 600))
         return came
 
     def _fault(self, site: str) -> Fault | None:

@@ -63,8 +63,13 @@ class GridPost:
 
     def fetch(self, number: str) -> Came | None:
         """What has come in reply to a message."""
-        for message in self.grid.pull_messages([number]):
-            return _read(message)
+        try:
+            for message in self.grid.pull_messages([number]):
+                return _read(message)
+        except Exception as error:  # what a stranger's message can do to Flower, which opens it, is no closed list
+            if isinstance(error, OSError) or type(error).__module__.startswith("grpc"):
+                raise  # it is the SuperLink that can't be reached
+            return Fault("failed", f"its reply can't be read ({type(error).__name__})")
         return None
 
 

@@ -39,7 +39,7 @@ from unskew.flower.nodes import Nodes
 from unskew.flower.post import Post
 from unskew.flower.records import Begun, Ended, Phase, Record, Scored, Trained, append, read
 from unskew.flower.settings import App
-from unskew.flower.talking import asking, end
+from unskew.flower.talking import asking, end, largest_reply
 from unskew.flower.training import Member, Terms, rounds_over
 from unskew.models.networks import Split
 from unskew.statistics.moments import FeatureStats
@@ -97,7 +97,7 @@ class Federation:
     def _phases(self, before: list[Record]) -> Result | None:
         settings = self.settings
         self._told(self.nodes.meet(settings.required), time.monotonic() - self.began)
-        members = self._members()
+        members = self._members(before)
         sizes = [self.examples[member.site] for member in members]
         stand_in = Parts(torch.zeros(1, dtype=torch.int64).expand(sum(sizes)), sizes)  # what they say that they have
         training = self.app.training(self.app.data(), stand_in)
@@ -118,8 +118,10 @@ class Federation:
 
     # ------------------------------------------------------------------------------------------ training
 
-    def _members(self) -> list[Member]:
-        """The sites that take part, each with how many examples it says that it has."""
+    def _members(self, before: list[Record]) -> list[Member]:
+        """The sites that take part, each with how many examples it says that it has; where a federation goes on, those
+        that it began with.
+        """
         roster = Roster("examples", [site for site in self.settings.names if site in self.nodes.of], kinds=(Letter,))
 
         def use(site: str, letter: Letter) -> None:
@@ -138,6 +140,9 @@ class Federation:
         self._told(roster, time.monotonic() - began)
         if len(roster.answered) < least:
             raise DataError(f"{roster}. require is {self.settings.require}, which takes {least}")
+        for record in before:
+            if isinstance(record, Begun):  # who is absent now is asked when it comes back, and nobody joins on the way
+                self.examples = {site: int(count) for site, count in record.examples.items()}
         return [Member(site, number) for number, site in enumerate(self.settings.names) if site in self.examples]
 
     def _check(self, training: Training) -> None:
@@ -181,11 +186,12 @@ class Federation:
         names = settings.names  # also those that were absent from the training: they may have come
         server = serve(
             trained, names, settings.task(), calibrator=settings.calibrator, validated=settings.hold_out > 0,
-            require=settings.required, robust=settings.robust, seed=self.app.experiment.seed,
+            require=settings.required, robust=settings.robust, seed=self.app.experiment.seed, accept=settings.accepted,
             keys=read_sites(Path(settings.keys)) if settings.keys else None,
             key=self._key(),
         )  # fmt: skip
-        ask = asking(self.nodes, dict(trained.state_dict()), self.run, settings.deadline, self._least)
+        most = largest_reply(trained, settings.task())
+        ask = asking(self.nodes, dict(trained.state_dict()), self.run, settings.deadline, self._least, most)
         seconds = list[float]()
 
         def timed(request: Request) -> Iterator[tuple[str, Sent]]:

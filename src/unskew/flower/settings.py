@@ -57,6 +57,7 @@ class Settings:
     transform: str = _about("identity", "of features, before statistics are taken")
     hold_out: float = _about(0.2, "share of its examples that a site holds out to score candidate heads on; 0: none")
     robust: bool = _about(False, "cap what one site can do to the sum of the statistics")
+    accept: str = _about("", "sites whose statistics are taken although they are unlike all others', by commas")
     keys: str = _about("", "the server's folder of the sites' public keys: unsigned statistics are refused then")
     key: str = _about("", "the server's private key, which signs candidate heads")
     evaluate_every: int = _about(0, "rounds between two scores on the sites' test data; 0: at the end alone")
@@ -85,6 +86,11 @@ class Settings:
     def names(self) -> tuple[str, ...]:
         """The names of the sites."""
         return site_names(self.sites)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """The names of sites that are accepted whatever their statistics look like."""
+        return tuple(name.strip() for name in self.accept.split(",") if name.strip())
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -170,7 +176,8 @@ class App:
     @property
     def digest(self) -> str:
         """By which a site and the server see that they are told the same, but for what concerns the server alone."""
-        own = ("out", "resume", "patience", "deadline", "at_once", "require", "keys", "key", "evaluate_every")
+        own = ("out", "resume", "patience", "deadline", "at_once", "require", "accept", "keys", "key",
+               "evaluate_every")  # fmt: skip
         said = {name: value for name, value in asdict(self.settings).items() if name not in own}
         return digest({"settings": said, "experiment": asdict(self.experiment)})
 

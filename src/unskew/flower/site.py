@@ -24,6 +24,7 @@ from unskew.flower.home import Home
 from unskew.flower.letters import Letter, from_records, to_records
 from unskew.methods.algorithm import Client
 from unskew.models.networks import Split
+from unskew.statistics.collecting import weights_digest
 from unskew.training.client import any_tensor, at_home
 from unskew.training.training import Round, Training
 from unskew.tree import Tree, check_alike, each
@@ -110,6 +111,8 @@ def train(training: Training, letter: Letter, home: Home, simulated: bool = Fals
     `simulated` one is sent along, and comes back where a simulation goes on.
     """
     number, id, counted = letter.whole("round", 1), letter.whole("client"), letter.whole("counted")
+    if number > training.rounds:
+        raise DataError(f"round of a letter is {number}: the run has {training.rounds}")
     tree = training.net.tree
     own, device = at_home(training.net, training.algorithm, tree), any_tensor(tree).device
     shared, sent = (each(lambda value: value.to(device), letter.trees.get(name, {})) for name in ("params", "sent"))
@@ -168,9 +171,12 @@ def converse(
                             "conversation since, or its SuperNode has another disk than before; begin the conversation "
                             "again")  # fmt: skip
         sent = Statistics.read(Spooled("the statistics that this site has sent", path))
+        own = model(letter.tree("weights"))
+        _check_candidates(request, own, sent, task)
+        home.answer(request.content)
     elif task is not None:
         _check_task(request, task)
-    own = model(letter.tree("weights"))
+    own = model(letter.tree("weights")) if sent is None else own
     said = reply(request, own, Own(batches, own.classes), sent, key=key, server=server)
     content = said.to_bytes()
     if isinstance(said, Statistics):
@@ -184,6 +190,21 @@ def converse(
     if len(content) <= INLINE:
         return Letter({"size": len(content)}, content=content)
     return Letter({"size": len(content)})
+
+
+def _check_candidates(request: Candidates, model: Split, sent: Statistics, task: Task | None) -> None:
+    """Refuse heads that would be scored on other examples than were held out for it, or of another model."""
+    if sent.header.held_out is None:
+        raise DataError("this site has held out nothing for heads to be scored on, and scores none on what it has "
+                        "trained on: give the task a hold-out")  # fmt: skip
+    share = request.heads(model).hold_out
+    if task is not None and share != task.hold_out:
+        raise DataError(f"hold_out of these heads is {share}, but the settings of this run make it {task.hold_out}: "
+                        "heads are scored on that part alone")  # fmt: skip
+    known = sent.header.origin.weights
+    if known is not None and known != weights_digest(model):
+        raise DataError("these heads come with other weights than those of which this site has sent statistics: begin "
+                        "the conversation again")  # fmt: skip
 
 
 def _check_task(asked: Task, task: Task) -> None:

@@ -7,19 +7,19 @@ as far as the policy allows; each round says who was.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from unskew.conversation.roster import Require, Roster, needed
 from unskew.errors import DataError
 from unskew.flower.letters import TRAIN, Letter, Plain
 from unskew.flower.nodes import Nodes
-from unskew.methods.algorithm import Client, Context
+from unskew.methods.algorithm import Client, Context, learning
 from unskew.training.client import any_tensor, at_home, begin, leave, settle, tensor_like
 from unskew.training.training import Outcome, Round, Training
 from unskew.tree import Tree, check_alike, each, pick, stack
@@ -67,7 +67,7 @@ def rounds_over(
             about |= {"client": members[id].number, "counted": counts[id], "fetched": fetched}
             letters[members[id].site] = Letter(about, trees)
         roster = Roster(f"round {last.number + 1}", letters, kinds=(Letter,))
-        outcome, there = _round(nodes, members, training, last, ids, letters, roster, terms)
+        outcome, there = _round(nodes, members, training, last, ids, letters, roster, terms, fetched)
         last = training.after(last, there, outcome, began)
         counts |= dict.fromkeys(there, last.number)
         brought -= set(there)
@@ -77,7 +77,7 @@ def rounds_over(
 
 def _round(
     nodes: Nodes, members: Sequence[Member], training: Training, last: Round, ids: Sequence[int],
-    letters: Mapping[str, Letter], roster: Roster, terms: Terms,
+    letters: Mapping[str, Letter], roster: Roster, terms: Terms, fetched: bool,
 ) -> tuple[Outcome, list[int]]:  # fmt: skip
     """The outcome of a round, and who has made it."""
     expected, number = _upload_of(training, last), last.number + 1
@@ -92,12 +92,15 @@ def _round(
         if letter.whole("round") != number:
             raise DataError(f"{site}: a reply to round {letter.whole('round')}")
         check_alike(f"{site}: its upload", upload, expected)
+        if not fetched and (more := sorted(letter.trees.keys() - {"upload"})):
+            raise DataError(f"{site}: it has sent {more[0]!r} beside its upload, which nobody has asked for")
         if float(upload["examples"]) != training.federation.sizes[id]:
             raise DataError(f"{site}: it has trained on {float(upload['examples']):g} examples, but said that it has "
                             f"{training.federation.sizes[id]}")  # fmt: skip
         loss = letter.number("loss")
-        if not math.isfinite(loss):
-            raise DataError(f"{site}: its loss is {loss}: lower lr, which is {training.sgd(number).lr:g}")
+        if not abs(loss) < MOST_LOSS:
+            raise DataError(f"{site}: its loss is {loss:g}: lower lr, which is {training.sgd(number).lr:g}")
+        _check_say(site, upload, _books(training, last, id), last.params)
         losses[id] = loss
         clients[id] = Client.of(letter.trees.get("client", {}))
         device = any_tensor(expected).device
@@ -112,16 +115,63 @@ def _round(
     if absent := [id for id in ids if id not in losses]:
         total = training.aggregator.without(total, absent)
     settled = settle(training.net, training.algorithm, last.params, last.state, training.aggregator.end(total))
+    if odd := [name for tree in settled for name, value in tree.items() if not torch.isfinite(value).all()]:
+        raise DataError(f"round {number}: what the server makes of all uploads is NaN or infinite in {odd[0]}: lower "
+                        f"lr, which is {training.sgd(number).lr:g}; the checkpoint is that of before")  # fmt: skip
     return Outcome(*settled, [clients[id] for id in there], [losses[id] for id in there]), there
+
+
+# ---------------------------------------------------------------------------------------------- what uploads must be
+
+MOST_LOSS = 1e12  # of a site, so that sums stay numbers
+MOST_MOVED = 1e4  # by how much an upload may move a number, in the largest number of the model and one more
 
 
 def _upload_of(training: Training, last: Round) -> Tree:
     """What an upload looks like: the names, the shapes and the types of its tensors."""
-    net, algorithm = training.net, training.algorithm
-    client = training.visitor(last._replace(clients={}), 0)
+    return _uploaded(training, last, 0, 0.0)
+
+
+def _uploaded(training: Training, last: Round, id: int, moved: float) -> Tree:
+    """What a client would upload whose steps have moved every number of the model by the same."""
+    net, algorithm, count = training.net, training.algorithm, training.count(id)
+    client = training.visitor(last._replace(clients={}), id)
     sent = pick(last.state, algorithm.sent)
     context = Context(last.params, {**last.params, **client.own}, sent, client.memory, algorithm.numbers)
     local = begin(net, algorithm, context.start)
+    taken = {name: zero + _steps(training, last, name, count) for name, zero in local.steps.items()}
+    local = local._replace(model=each(lambda value: value + moved, local.model), steps=taken)
+    examples = tensor_like(last.params, float(training.federation.sizes[id]))
     with torch.no_grad():
-        upload, _ = leave(net, algorithm, training.sgd(last.number + 1), local, context, tensor_like(last.params, 1.0))
+        upload, _ = leave(net, algorithm, training.sgd(last.number + 1), local, context, examples)
     return upload
+
+
+def _steps(training: Training, last: Round, name: str, count: int) -> int:
+    """In how many of so many steps a tensor learns."""
+    trained = training.algorithm.trained
+    if trained is learning:
+        return count
+    return sum(bool(trained(name, tensor_like(last.params, step / count)) > 0) for step in range(count))
+
+
+def _books(training: Training, last: Round, id: int) -> Tree:
+    """What an upload says that follows from a client's examples and steps alone, such as what it weighs."""
+    one, other = (_uploaded(training, last, id, moved) for moved in (0.0, 1.0))
+    return {name: value for name, value in one.items() if torch.equal(value, other[name])}
+
+
+def _check_say(site: str, upload: Tree, books: Tree, params: Tree) -> None:
+    """Refuse an upload that takes more say than its examples give it, or that no training makes."""
+    for name, due in books.items():
+        if not torch.allclose(upload[name].to(due), due, rtol=1e-3, atol=1e-6):
+            raise DataError(f"{site}: {name} of its upload is not what its examples and its steps make it: it would "
+                            "have more say, or less, than it has a right to")  # fmt: skip
+    examples, largest = float(upload["examples"]), max(_largest(value) for value in params.values())
+    for name, value in upload.items():
+        if name not in books and _largest(value) > MOST_MOVED * examples * (1 + largest):
+            raise DataError(f"{site}: {name} of its upload is larger than any training makes it")
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from unskew.errors import DataError, UsageError
 from unskew.flower.deployment.certificates import write_certificates, write_keys
+from unskew.flower.engine import ray_token
 from unskew.system.janitor import VARIABLE, end_all
 
 HOST = "127.0.0.1"
@@ -57,7 +58,7 @@ class Local:
         self.nodes: list[Node] = []
         self.started: list[subprocess.Popen[bytes]] = []
         self.registered: set[str] = set()  # sites whose keys this SuperLink knows: each new one knows none
-        self.port, self.secure = 0, False
+        self.port, self.secure, self.token = 0, False, ray_token()
 
     def __enter__(self) -> Local:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -79,7 +80,14 @@ class Local:
     def environment(self) -> dict[str, str]:
         """What Flower's processes find around them."""
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        return {**os.environ, **SETTINGS, "PATH": path, "FLWR_HOME": str(self.folder / "home"), VARIABLE: self.mark}
+        return {
+            **os.environ,
+            **SETTINGS,
+            **self.token,
+            "PATH": path,
+            "FLWR_HOME": str(self.folder / "home"),
+            VARIABLE: self.mark,
+        }
 
     def _start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as file:
@@ -105,7 +113,8 @@ class Local:
         self.superlink = self._start([*command, *(["--simulation"] if simulation else [])], log)
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
-        trust = f'root-certificates = "{self.folder / "certificates" / "ca.crt"}"' if secure else "insecure = true"
+        known = toml(str(self.folder / "certificates" / "ca.crt"))
+        trust = f"root-certificates = {known}" if secure else "insecure = true"
         (home / "config.toml").write_text(
             f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "{HOST}:{self.port}"\n{trust}\n'
         )
