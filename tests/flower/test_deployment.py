@@ -27,7 +27,7 @@ from unskew.flower.deployment.init import write_app
 from unskew.flower.deployment.local import Node, free_port
 from unskew.flower.deployment.watching import Watch
 from unskew.flower.settings import App, Settings
-from unskew.system.janitor import VARIABLE, end_all, marked
+from unskew.system.janitor import VARIABLES, end_all, marked
 
 # ---------------------------------------------------------------------------------------------- the app to start from
 
@@ -293,7 +293,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="marks can be read on
 
 def sleeping(mark: str) -> subprocess.Popen:
     """A process that does not end when it is asked to."""
-    process = subprocess.Popen([sys.executable, "-c", SLEEPING], env={**os.environ, VARIABLE: mark},
+    process = subprocess.Popen([sys.executable, "-c", SLEEPING], env={**os.environ, VARIABLES[-1]: mark},
                                stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
     process.stdout.readline()
     return process

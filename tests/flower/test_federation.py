@@ -232,6 +232,9 @@ def test_where_all_are_required_it_stops_and_says_so(stage, lie):
     (ended,) = of(stage, Ended)
     assert not ended.well
     assert why in ended.why
+    assert "b" in ended.absent
+    assert why in phases(stage)["round 2"].absent["b"]
+    assert ended.share_absent == pytest.approx(1 / 3)
     assert not (stage.folder / "out" / "model.safetensors").exists()
     assert [record.round for record in of(stage, Trained)] == [1]
 

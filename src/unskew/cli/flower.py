@@ -60,14 +60,19 @@ def up(app: Path, sites: int | None, data: tuple[str, ...], secure: bool, runs: 
     names = _names(app, sites)
     if data and len(data) != len(names):
         raise UsageError(f"--data names {len(data)} places, but there are {len(names)} sites: give one for each")
+    _check_places(data)
     config = {}
     if runs:
         _check_app(app)
         config = _config(app, values, _own_names(app, names))
+        _check_out(config, _config_of(app))
     from unskew.flower.deployment.local import Local
 
-    folder = app / STATE if (app / "pyproject.toml").exists() else Path(tempfile.mkdtemp(prefix="unskew-flower-"))
-    with _alone(folder), Local(folder) as local:
+    here = (app / "pyproject.toml").exists()
+    with contextlib.ExitStack() as held:
+        folder = app / STATE if here else Path(held.enter_context(tempfile.TemporaryDirectory(prefix="unskew-flower-")))
+        held.enter_context(_alone(folder))
+        local = held.enter_context(Local(folder))
         local.start_superlink(secure=secure)
         for number, name in enumerate(names):
             own = {"data": str(Path(data[number]).absolute())} if data else {}
@@ -80,7 +85,8 @@ def up(app: Path, sites: int | None, data: tuple[str, ...], secure: bool, runs: 
             if runs:
                 _followed(local.flower.run(app, config), local)
             else:
-                show(f"In another terminal: unskew flower run {app}", whole=True)
+                show("On this machine everybody can run apps on it, also of their own: it is for trying.")
+                show(f"In another terminal: unskew flower run {app if here else 'APP'}", whole=True)
                 show("Ctrl-C here stops all of them.")
                 _watched(local.nodes, local)
         finally:
@@ -118,6 +124,7 @@ def run_app(app: Path, superlink: str | None, nodes: int | None, values: tuple[s
         nodes = nodes or len(_names(app, None))
         named = {"sites": str(nodes)} if "sites" in _config_of(app) else {}
         config = _config(app, values, named)
+        _check_out(config, _config_of(app))
         note(f"in Flower's simulation, {nodes} nodes")
         with tempfile.TemporaryDirectory(prefix="unskew-flower-") as folder, Local(Path(folder)) as local:
             local.start_superlink(simulation=True)
@@ -181,6 +188,28 @@ def _config_of(app: Path) -> dict[str, Any]:
 def _check_app(app: Path) -> None:
     if not _config_of(app):
         raise UsageError(f"{app} holds no app of Flower's with a configuration: `unskew flower init FOLDER` writes one")
+
+
+def _check_places(data: Sequence[str]) -> None:
+    """Refuse data that are not there, before anything is started."""
+    from unskew.data.known import KNOWN
+
+    for place in data:
+        if place not in KNOWN and not Path(place).exists():
+            raise UsageError(
+                f"--data is {place}, which is not there: give a folder of class folders, an .npz or a .csv"
+            )
+
+
+def _check_out(config: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds a federation already, before anything is started."""
+    from unskew.flower.records import Begun, read
+
+    values = {**own, **config}
+    out, resume = values.get("out"), values.get("resume", False)
+    if isinstance(out, str) and not resume and any(isinstance(record, Begun) for record in read(Path(out))):
+        raise UsageError(f"{out} holds a federation already: --set resume=true goes on with it, --set out=FOLDER "
+                         "begins another one")  # fmt: skip
 
 
 def _names(app: Path, sites: int | None) -> tuple[str, ...]:

@@ -143,9 +143,10 @@ class Roster:
         there = len(self.answered) + len(self.excused)
         if there >= least and self.answered:
             return
-        raise DataError(
+        raise TooFew(
+            self,
             f"{self}. require is {require!r}, which takes {max(least, 1)}: ask them again, leave them out of sites, or "
-            "require less"
+            "require less",
         )
 
     def __str__(self) -> str:
@@ -153,6 +154,14 @@ class Roster:
                 for site, entry in self.absent.items()]  # fmt: skip
         told += [f"{site}: {why}" for site, why in (*self.doubled.items(), *self.strangers.items())]
         return "; ".join([f"{self.what}: {len(self.answered)} of {len(self.expected)} sites", *map(printable, told)])
+
+
+class TooFew(DataError):
+    """Fewer sites have replied than must; it has the roster that says who."""
+
+    def __init__(self, roster: Roster, message: str) -> None:
+        super().__init__(message)
+        self.roster = roster
 
 
 def needed(require: Require, sites: int) -> int:

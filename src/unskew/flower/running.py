@@ -29,7 +29,7 @@ from unskew.conversation.heads_file import OLD, heads_bytes
 from unskew.conversation.messages import Request
 from unskew.conversation.model_file import Opened, save_model
 from unskew.conversation.protocol import Result, planned, serve, talk
-from unskew.conversation.roster import Roster, Sent, needed
+from unskew.conversation.roster import Roster, Sent, TooFew, needed
 from unskew.data.partition import Parts
 from unskew.errors import DataError, UnskewError, UsageError, one_line, printable, shortened
 from unskew.experiments.folder import resumed, save_round, taken
@@ -61,6 +61,7 @@ class Federation:
         self.out = Path(self.settings.out).expanduser().absolute()
         self.examples: dict[str, int] = {}
         self.run = secrets.token_hex(8)
+        self.last: Roster | None = None  # that was written down
         self.began = time.monotonic()
 
     def carry_out(self) -> Result | None:
@@ -71,8 +72,9 @@ class Federation:
                 result = self._phases(before)
             except BaseException as error:
                 why = str(error) if isinstance(error, UnskewError) else _said(error)
-                self._write(Ended(well=False, head=None, why=why, absent={}, share_absent=None, notes=[],
-                                  seconds=round(time.monotonic() - self.began, 3)))  # fmt: skip
+                if isinstance(error, TooFew) and error.roster is not self.last:
+                    self._told(error.roster, 0.0)
+                self._write(self._ended(None, why))
                 log.error("the federation has failed: %s", printable(why))
                 raise
             log.info("done: %s", self.out)
@@ -210,8 +212,8 @@ class Federation:
             log.warning("%s", printable(note))
         if result.validation is not None:
             whole = result.validation.whole
-            self._write(Scored(what="held out", examples=int(whole.total.sum()),
-                               accuracies=dict(result.validation.accuracies)))  # fmt: skip
+            answered = len(result.rosters[-1].answered)
+            self._scored("held out", int(whole.total.sum()), dict(result.validation.accuracies), answered)
         log.info("head: %s", result.head)
         return result
 
@@ -258,30 +260,36 @@ class Federation:
         accuracies = {
             name: float(sum(counts.right[name].sum() for counts in found.values()) / total.sum()) for name in names
         }
-        self._write(Scored(what=what, examples=int(total.sum()), accuracies=accuracies))
-        log.info("%s, %d examples of %d sites: %s", what, int(total.sum()), len(found),
+        self._scored(what, int(total.sum()), accuracies, len(found))
+
+    def _scored(self, what: str, examples: int, accuracies: dict[str, float], sites: int) -> None:
+        """Say and write down what sites have found of models."""
+        self._write(Scored(what=what, examples=examples, accuracies=accuracies))
+        log.info("%s, %d examples of %d sites: %s", what, examples, sites,
                  ", ".join(f"{name} {100 * value:.1f} %" for name, value in accuracies.items()))  # fmt: skip
 
     # ------------------------------------------------------------------------------------------ what is written
 
     def _told(self, roster: Roster, seconds: float) -> None:
         """Say and write down who took part in a phase."""
-        (log.warning if roster.absent else log.info)("%s", roster)
-        self._write(Phase.of(roster, self.examples, seconds))
+        phase, self.last = Phase.of(roster, self.examples, seconds), roster
+        share = f"; {100 * phase.share_absent:.0f} % of the examples" if phase.share_absent else ""
+        (log.warning if roster.absent else log.info)("%s%s", roster, share)
+        self._write(phase)
 
-    def _ended(self, result: Result | None) -> Ended:
-        """How it ended: the head, and of each site that missed something what it missed."""
+    def _ended(self, result: Result | None, failed: str | None = None) -> Ended:
+        """How it ended, or why it has failed: the head, and of each site that missed something what it missed."""
         phases = [record for record in read(self.out) if isinstance(record, Phase)]
         counting = [phase for phase in phases if not phase.name.startswith("scores of")]
         absent: dict[str, list[str]] = {}
         for phase in counting:
             for site, why in phase.absent.items():
                 absent.setdefault(site, []).append(f"{phase.name}: {why}")
-        last = [phase for phase in counting if phase.name == "statistics" or phase.name.startswith("round ")][-1]
+        last = [phase for phase in counting if phase.name == "statistics" or phase.name.startswith("round ")][-1:]
         return Ended(
-            well=True, head=None if result is None else result.head, why=None,
+            well=failed is None, head=None if result is None else result.head, why=failed,
             absent={site: shortened("; ".join(missed), 1000) for site, missed in absent.items()},
-            share_absent=last.share_absent, notes=[] if result is None else list(result.notes),
+            share_absent=last[0].share_absent if last else None, notes=[] if result is None else list(result.notes),
             seconds=round(time.monotonic() - self.began, 3),
         )  # fmt: skip
 
@@ -299,7 +307,7 @@ class Federation:
 
 def _said(error: BaseException) -> str:
     """What an error says, in a line."""
-    return one_line(error) if isinstance(error, Exception) else type(error).__name__
+    return one_line(error) if isinstance(error, Exception) else "it was stopped: set resume to true to go on with it"
 
 
 def _whole(counts: Tensor) -> bool:

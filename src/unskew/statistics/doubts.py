@@ -106,8 +106,8 @@ def dominating(examples: Mapping[str, float]) -> list[str]:
     total = sum(examples.values())
     most = (HALF if len(examples) > 2 else OF_TWO) * total
     return [
-        f"{site} dominates: {count / total:.0%} of all examples; --robust caps a site's weight, and --prior sets the "
-        "mix of classes"
+        f"{site} dominates: {count / total:.0%} of all examples; robust (--robust) caps a site's weight, and "
+        "prior (--prior) sets the mix of classes"
         for site, count in examples.items()
         if len(examples) > 1 and count > most
     ]

@@ -15,16 +15,16 @@ import sys
 import time
 from pathlib import Path
 
-VARIABLE = "UNSKEW_MARK"
+VARIABLES = ("AAA_UNSKEW_MARK", "UNSKEW_MARK", "ZZZ_UNSKEW_MARK")  # a process's title is written over the first ones
 GRACE = 10.0  # seconds between asking a process to end and ending it
 
 
 def marked(mark: str) -> list[int]:
     """The processes that carry a mark, this one not; on Linux alone, elsewhere none are known."""
-    found, wanted = [], f"{VARIABLE}={mark}".encode()
+    found, wanted = [], {f"{name}={mark}".encode() for name in VARIABLES}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if wanted in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+            if wanted & {*path.read_bytes().split(b"\0")} and int(path.parent.name) != os.getpid():
                 found.append(int(path.parent.name))
     return found
 

@@ -6,6 +6,7 @@ nothing is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 from unskew.errors import DataError, UsageError
 from unskew.flower.deployment.certificates import write_certificates, write_keys
 from unskew.flower.engine import ray_token
-from unskew.system.janitor import VARIABLE, end_all
+from unskew.system.janitor import VARIABLES, end_all
 
 HOST = "127.0.0.1"
 NAME = "unskew"  # of the connection in Flower's configuration
@@ -70,29 +71,26 @@ class Local:
 
     def __exit__(self, *_: object) -> None:
         end_all(self.mark)
-        for process in self.started:
-            process.kill()  # where marks can't be read it still lives
-            process.wait()
+        for process in self.started:  # with a time: a wait that was interrupted can hold its lock for ever
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.kill()  # where marks can't be read it still lives
+                process.wait(10)
         os.close(self.held)
-        self.janitor.wait(30)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.janitor.wait(30)
 
     @property
     def environment(self) -> dict[str, str]:
         """What Flower's processes find around them."""
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        return {
-            **os.environ,
-            **SETTINGS,
-            **self.token,
-            "PATH": path,
-            "FLWR_HOME": str(self.folder / "home"),
-            VARIABLE: self.mark,
-        }
+        home, marks = str(self.folder / "home"), dict.fromkeys(VARIABLES, self.mark)
+        return {**os.environ, **SETTINGS, **self.token, "PATH": path, "FLWR_HOME": home, **marks}
 
-    def _start(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    def _start(self, command: Sequence[str], log: Path, where: Path | None = None) -> subprocess.Popen[bytes]:
         with log.open("wb") as file:
+            where = where or self.folder
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                                       env=self.environment, cwd=self.folder, start_new_session=True)  # fmt: skip
+                                       env=self.environment, cwd=where, start_new_session=True)  # fmt: skip
         self.started.append(process)
         return process
 
@@ -110,7 +108,8 @@ class Local:
                         "--enable-supernode-auth"]  # fmt: skip
         else:
             command += ["--insecure"]
-        self.superlink = self._start([*command, *(["--simulation"] if simulation else [])], log)
+        # The server's app works here, so that what it writes without a folder of its own lies where it was started.
+        self.superlink = self._start([*command, *(["--simulation"] if simulation else [])], log, Path.cwd())
         home = self.folder / "home"
         home.mkdir(exist_ok=True)
         known = toml(str(self.folder / "certificates" / "ca.crt"))
