@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import secrets
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -78,7 +79,9 @@ class Flower:
 
 
 def check_flower() -> None:
-    """Refuse to begin where Flower is not installed."""
+    """Refuse to begin where Flower is not installed; Ray, which reads its token when it is loaded, gets one before."""
+    if "ray" not in sys.modules and not {"RAY_ADDRESS", "RAY_AUTH_MODE"} & os.environ.keys():
+        os.environ.update(ray_token())
     try:
         import flwr.simulation  # noqa: F401
         import ray  # noqa: F401
@@ -96,8 +99,7 @@ class _Simulation:
         self.thread = threading.Thread(target=self._run, name="flower", daemon=True)
 
     def __enter__(self) -> _Simulation:
-        around = {**QUIET, **({} if "RAY_ADDRESS" in os.environ else ray_token())}
-        os.environ.update({name: value for name, value in around.items() if name not in os.environ})
+        os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
         self.level = logging.getLogger("flwr").level
         self.thread.start()
         return self
