@@ -156,16 +156,38 @@ def test_a_folder_of_another_run_is_refused(plain, tmp_path):
 def test_a_ledger_takes_what_comes_later_and_loses_a_cut_line(tmp_path):
     path = tmp_path / "sub" / "l.jsonl"
     assert ledger.read(path) == {}
-    ledger.append(path, Result("a", {}, {"none": 0.5}))
+    a, c = Experiment().training, Experiment(lr=0.5).training
+    ledger.append(path, Result(a, {}, {"none": 0.5}))
     with path.open("a") as file:
         file.write('{"kind": "result", "training": "b"')  # a kill
-    ledger.append(path, Result("a", {}, {"ffc": 0.75}, seconds=2))
-    ledger.append(path, Result("c", {}, diverged=True))
-    ledger.append(path, Result("c", {}, {"none": 0.1}))  # its line was removed, say, and it was run again
+    ledger.append(path, Result(a, {}, {"ffc": 0.75}, seconds=2))
+    ledger.append(path, Result(c, {"lr": 0.5}, diverged=True))
+    ledger.append(path, Result(c, {"lr": 0.5}, {"none": 0.1}))  # its line was removed, say, and it was run again
     found = ledger.read(path)
-    assert found.keys() == {"a", "c"}
-    assert found["a"].accuracies == {"none": 0.5, "ffc": 0.75}
-    assert not found["c"].diverged
+    assert found.keys() == {a, c}
+    assert found[a].accuracies == {"none": 0.5, "ffc": 0.75}
+    assert not found[c].diverged
+    ledger.append(path, Result(c, {"lr": 0.6}, {"none": 0.9}))
+    with pytest.raises(DataError, match="line 5: its experiment is another one than the hash in training says"):
+        ledger.read(path)
+    ledger.append(path.with_name("m.jsonl"), Result(c, {"lrr": 0.6}, {"none": 0.9}))
+    with pytest.raises(UsageError, match="line 1: .*unknown option 'lrr'"):
+        ledger.read(path.with_name("m.jsonl"))
+
+
+def test_code_and_data_count_by_what_is_in_them(plain, tmp_path):
+    """Whoever edits a method and sweeps again must not see the old one's numbers."""
+    (tmp_path / "mine.py").write_text("from unskew import fedavg\n\n\ndef mine():\n    return fedavg()\n")
+    own = replace(plain, method=f"{tmp_path / 'mine.py'}:mine")
+    before = own.training, plain.training
+    (tmp_path / "elsewhere").mkdir()
+    moved = tmp_path / "elsewhere" / "mine.py"
+    moved.write_bytes((tmp_path / "mine.py").read_bytes())
+    assert replace(own, method=f"{moved}:mine").training == own.training
+    (tmp_path / "mine.py").write_text("from unskew import fedprox\n\n\ndef mine():\n    return fedprox()\n")
+    assert own.training != before[0]
+    blobs(tmp_path / "blobs.npz", train=63)
+    assert plain.training != before[1]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +197,7 @@ def test_a_ledger_takes_what_comes_later_and_loses_a_cut_line(tmp_path):
 )  # fmt: skip
 def test_a_ledger_that_was_changed_is_refused_by_line_and_name(tmp_path, name, value):
     path = tmp_path / "l.jsonl"
-    ledger.append(path, Result("a", {}, {"none": 0.5}))
+    ledger.append(path, Result(Experiment().training, {}, {"none": 0.5}))
     with path.open("a") as file:
         file.write(json.dumps({"kind": "result", **asdict(Result("b", {})), name: value}) + "\n")
     with pytest.raises(DataError, match=rf"l\.jsonl, line 2: {name} is .*remove the line"):
@@ -238,13 +260,23 @@ def test_a_page_has_means_spreads_gains_and_what_is_printed():
     assert page.endswith(f"{BY_HAND}\nKept.\n")
     assert all(len(line) <= 120 for line in page.splitlines() if not line.startswith("|"))
     lines = as_csv(table, found).splitlines()
-    assert "FedAvg + FFC,x,2,0,74,72.0,0.5,prints 71" in lines
-    assert "FedProx,x,1,0,,70.0,0.5," in lines
+    assert "FedAvg + FFC,x,2,0,74,72.0,0.5,prints 71," in lines
+    assert "FedProx,x,1,0,,70.0,0.5,," in lines
     assert len(lines) == 1 + 12 + 1
     text = as_latex(table, found)
     assert r"FedAvg + FFC & $72.00 \pm 2.00$ ($72.00 \pm 0.50$*) &  \\" in text
     assert r"\toprule" in text
     assert str(against_reference(table, found)[0].cell.row) == "FedProx"
+
+
+@pytest.mark.parametrize(("pairs", "words"), [
+    ({(0, 0)}, "1 seed, all with cut 0"), ({(0, 5), (1, 5)}, "2 seeds, all with cut 5"),
+    ({(0, 0), (1, 1)}, "2 seeds, each with a cut of its own"), ({(3, 0), (3, 1)}, "2 cuts, all with seed 3"),
+    ({(0, 0), (0, 1), (1, 0), (1, 1)}, "4 pairs of 2 seeds and 2 cuts, which are not independent of each other"),
+])  # fmt: skip
+def test_how_often_it_was_measured_is_told(pairs, words):
+    runs = tuple(Experiment(seed=seed, cut_seed=cut) for seed, cut in pairs)
+    assert words in markdown("c", Table("T", "", (Cell("a", "b", runs),)), {}).replace("\n", " ")
 
 
 def test_a_calibrated_row_is_compared_with_the_reference_calibrated():
@@ -286,7 +318,7 @@ def test_parts_are_named_by_their_words(small):
 
 
 def test_a_cheaper_version_says_so(small):
-    made = changed(small, {"lr": 0.5}, rounds=1, scale=0.5)
+    made = changed(small, {"lr": 0.5, "threads": 2}, rounds=1, scale=0.5)
     assert {(run.rounds, run.scale, run.lr) for run in made.cells[0].runs} == {(1, 0.5, 0.5)}
     assert {run.rounds for run in made.cells[-1].runs} == {1}
     title = markdown("c", made, {}).splitlines()[0]
@@ -349,6 +381,8 @@ def test_a_sweep_is_all_combinations(plain):
     ("options", "words"),
     [
         ({"lrr": 0.1}, "unknown option 'lrr': did you mean 'lr'?"),
+        ({"seed": []}, r"seed is \[\]: a list needs values, and each once"),
+        ({"cut_seed": [1, 1]}, "each once"),
         ({"lr": []}, r"lr is \[\]: a list needs values, and each once"),
         ({"lr": [0.1, 0.1]}, "each once"),
         ({"lr": [0.1, "x"]}, "lr is 'x', which is not a finite number"),
@@ -381,6 +415,13 @@ def test_the_command_sweep(plain, tmp_path):
     (tmp_path / "mine.toml").write_text(text + "alpha = [1.0, 10.0]\nseed = [0, 1, 2]\ncolumns = 'alpha'\n")
     more = unskew("sweep", "mine.toml", "--jobs", 1, "--json")
     assert [json.loads(line)["experiment"]["seed"] for line in more.out.splitlines()] == [2, 2]
+    (tmp_path / "precious.md").write_text("my notes")
+    for written, reason in (("precious.md", "is no page of a table"), ("mine.toml", "name the page, such as mine.md")):
+        refused = unskew("sweep", "mine.toml", "--write", written, "--show")
+        assert refused.code == 2
+        assert reason in refused.err
+    (tmp_path / "paper.tex").write_text("mine")
+    assert "paper.tex is there already" in unskew("sweep", "mine.toml", "--write", "paper.md", "--show").err
     (tmp_path / "code.toml").write_text("method = ['fedavg', 'net.py:mine']\n")
     refused = unskew("sweep", "code.toml")
     assert refused.code == 2
@@ -430,17 +471,25 @@ def test_the_command_table(small, tmp_path):
         "\n", " "
     )
     assert (tmp_path / "t-rates.md").exists()
+    assert "(learning rates tuned)" in rates.out.replace("\n", " ")
+    assert "--rates 0.01,0.1" in rates.out
+    zero = unskew("table", "small", "--set", "momentum=0", "--show")
+    assert zero.code == 0, zero.err
+    assert (tmp_path / "results" / "small-momentum-0.0.md").exists()
+    assert page.read_text() == text + "By hand.\n"
 
 
 def test_the_command_table_refuses_what_cant_be_meant(small, tmp_path):
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.md").mkdir()
     for words, reason in (
-        (("small", "--write", "folder"), "is a folder: give the name of a file"),
+        (("small", "--write", "folder.md"), "is a folder: give the name of a file"),
         (("small", "--write", "/proc/no/t.md"), "can't be written to (No such file or directory)"),
         (("small", "--precision", "half"), "unknown precision 'half'"),
         (("smal",), "unknown table 'smal': did you mean 'small'?"),
         (("small", "--rows", "moon"), "rows is 'moon', which is none of the table's"),
         (("small", "--set", "lr"), "write NAME=VALUE"),
+        (("small", "--set", "lr=0.1"), "--set is lr, which the table's rows or columns decide"),
+        (("small", "--set", "alpha=3"), "--set is alpha, which the table's rows or columns decide"),
         (("small", "--set", "rounds=1"), "--set is rounds, which the table decides: it is an option of its own"),
         (("small", "--set", "cut-seed=1"), "--seeds says how many"),
         (("small", "--write", "t.csv"), "--write is t.csv: name the page, such as t.md"),

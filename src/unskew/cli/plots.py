@@ -81,7 +81,7 @@ def history(records: list[Record], path: Path) -> Path:
     personal, again = experiment.personal != "none", experiment.recalibrate != "none"
     axes.set(
         xlabel="round",
-        ylabel="accuracy on held-out data (%)" if personal else "test accuracy (%)",
+        ylabel="accuracy on held-out data (%)" if personal or experiment.validation else "test accuracy (%)",
         title=f"training, with {experiment.recalibrate}" if again else "training, before any calibration",
         ylim=(0, 102),
     )
@@ -156,7 +156,10 @@ def table_plot(table: Table, results: Results, path: Path) -> Path:
         panel.set(title=_plain(column), ylim=(len(rows) - 0.5, -0.5))
         panel.grid(axis="y", color="#e6e6e6")
     panels[0].set_yticks(range(len(rows)), list(map(_plain, rows)))
-    figure.supxlabel("accuracy (%)" + ("; diamonds: " + table.paper if table.paper else ""))
+    figure.suptitle(_plain("; ".join((table.title, *table.changed))), fontsize="small")
+    figure.supxlabel(
+        "accuracy (%), mean and standard deviation" + ("; diamonds: " + table.paper if table.paper else "")
+    )
     return _saved(figure, path)
 
 

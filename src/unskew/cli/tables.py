@@ -7,6 +7,7 @@ All three do the same: what the ledger lacks is run, then the page is written, w
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -38,6 +39,7 @@ def fill(
     from unskew.experiments.ledger import read
 
     wanted = wanted or table
+    _check_ours(page)
     if not show_only:
         _run_missing(wanted, page, ledger, out, jobs, as_json)
     write_pages(command, table, page, read(ledger))
@@ -117,6 +119,7 @@ def absolute(given: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- commands
 
 
+STATED = ("data", "method", "partition", "alpha")  # by names of rows and columns, or by the title
 OWN = {
     **dict.fromkeys(("rounds", "scale", "precision", "engine", "device"), "it is an option of its own"),
     **dict.fromkeys(("seed", "cut_seed"), "--seeds says how many"),
@@ -126,9 +129,23 @@ OWN = {
 
 def _page(path: Path) -> Path:
     """Where a page is written, beside which its other files have their own endings."""
-    if path.suffix in (".jsonl", ".csv", ".tex", ".svg"):
+    if path.suffix != ".md":
         raise UsageError(f"--write is {path}: name the page, such as {path.with_suffix('.md')}")
     return path
+
+
+def _check_ours(page: Path) -> None:
+    """Refuse to write over files that are no page of a table, and what lies beside one."""
+    from unskew.experiments.pages import BY_HAND
+
+    if page.exists():
+        if BY_HAND not in page.read_text(encoding="utf-8", errors="replace"):
+            raise UsageError(f"{page} is no page of a table, or lacks the line {BY_HAND}: choose another --write, or "
+                             "put that line above what you have written")  # fmt: skip
+        return
+    for other in (page.with_suffix(ending) for ending in (".csv", ".tex", ".svg")):
+        if other.exists():
+            raise UsageError(f"{other} is there already, without a page beside it: choose another --write")
 
 
 def _values(texts: tuple[str, ...]) -> dict[str, Any]:
@@ -197,20 +214,32 @@ def fill_table(
         for line in page.splitlines():
             show(line, whole=True)
         return
-    options = absolute(_values(changes) | ({"precision": precision} if precision else {}))
-    table = tables.changed(tables.table_of(name, seeds), options, rounds, scale)
+    given = _values(changes)
+    table = tables.table_of(name, seeds)
+    runs = table.experiments()
+    for key in given:
+        if key in STATED or len({getattr(run, key) for run in runs}) > 1:
+            raise UsageError(f"--set is {key}, which the table's rows or columns decide: choose some by --rows and "
+                             "--columns, or write a sweep")  # fmt: skip
+    options = absolute(given | ({"precision": precision} if precision else {}))
+    table = tables.changed(table, options, rounds, scale)
     command = " ".join([
         f"unskew table {name}",
         *(f"--{key} {_quoted(value)}" for key, value in
           {"seeds": seeds, "rounds": rounds, "scale": scale, "precision": precision}.items() if value is not None),
-        *(f"--set {_quoted(text)}" for text in changes), *(["--tune"] if tune else []),
+        *(f"--set {_quoted(text)}" for text in changes),
+        *(["--tune"] if tune else []), *([f"--rates {rates}"] if tune and rates else []),
     ])  # fmt: skip
     base = _page(write) if write else Path("results") / f"{name.replace('/', '-')}.md"
     ledger = base.with_suffix(".jsonl") if write else Path("results") / f"{name.partition('/')[0]}.jsonl"
     if table.changed and write is None:
         told = {"rounds": rounds, "scale": scale, **{key: value for key, value in options.items() if key not in HOW}}
-        named = [str(value) if key == "precision" else f"{key}-{value}" for key, value in told.items() if value]
+        named = [str(value) if key == "precision" else f"{key}-{value}" for key, value in told.items()
+                 if value is not None]  # fmt: skip
+        named = [re.sub(r"[^\w.-]+", "_", text) for text in named]
         base = base.with_name("-".join([base.stem, *named]) + base.suffix)
+    if tune and write is None:
+        base = base.with_name(f"{base.stem}-tuned.md")
     check_free([base], True, {}, *([out] if out.exists() else []))
     how: dict[str, Any] = {
         key: value for key, value in {"engine": engine, "device": device}.items() if value is not None
@@ -311,7 +340,10 @@ def run_seeds(experiment: Experiment, seeds: int, own_cuts: bool, out: Path, as_
     experiment = replace(experiment, calibrate=",".join(calibrators_of(experiment)) or "none")
     numbers = range(experiment.seed, experiment.seed + seeds)
     name = "central" if experiment.central else experiment.method
-    table = Table(f"{Path(experiment.data).stem}, {name}", "", by_calibration({
+    usual, how = Experiment(), ("seed", "cut_seed", "data", "method", *HOW)
+    told = {key: value for key, value in asdict(experiment).items() if key not in how and value != getattr(usual, key)}
+    note = f"Options: {', '.join(f'{key} {value}' for key, value in told.items())}." if told else ""
+    table = Table(f"{Path(experiment.data).stem}, {name}", note, by_calibration({
         name: seeded(experiment, numbers, own_cuts)}))  # fmt: skip
     page = out / "seeds.md"
     fill(f"unskew run --seeds {seeds}", table, page, page.with_suffix(".jsonl"), out, as_json=as_json)

@@ -8,6 +8,8 @@ record on disk are all made from these fields. Methods, calibrators and ways to 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 import types
 import typing
@@ -133,8 +135,16 @@ class Experiment:
 
     @property
     def training(self) -> str:
-        """A hash of what decides which model is trained: not of how it is calibrated, nor of who trains it."""
-        return digest({name: value for name, value in asdict(self).items() if name not in HOW})
+        """A hash of what decides which model is trained: not of how it is calibrated, nor of who trains it. Files of
+        somebody's own count by what is in them, wherever they lie.
+        """
+        told = {name: value for name, value in asdict(self).items() if name not in HOW}
+        contents: dict[str, str] = {}
+        for name in ("data", "model", "method"):
+            for path in _files_in(told[name]):
+                told[name] = told[name].replace(str(path), path.name)
+                contents[path.name] = _content(path)
+        return digest({**told, "contents": contents} if contents else told)
 
     @classmethod
     def of(cls, values: Mapping[str, Any], source: str) -> Experiment:
@@ -164,6 +174,29 @@ class Experiment:
                 f"{source} names code that would run here: {', '.join(code.values())}. Read it; if you trust whoever "
                 f"wrote that, add --trust (trust=True), or give {' and '.join(f'--{name}' for name in code)} yourself"
             )
+
+
+def _files_in(spec: str) -> list[Path]:
+    """The files and folders of somebody's own that a field names: data, or code, several by +."""
+    named = [piece.rpartition(":")[0] if ".py:" in piece else piece for piece in spec.split("+")]
+    if Path(spec).suffix and Path(spec).is_file():
+        named = [spec]
+    return [Path(name) for name in named if ("/" in name or "." in name) and Path(name).exists()]
+
+
+def _content(path: Path) -> str:
+    """A digest of a file, or of the names and the sizes of those in a folder."""
+    if path.is_file():
+        state = path.stat()
+        return _digest_of(path, state.st_size, state.st_mtime_ns)
+    return digest(sorted((str(file.relative_to(path)), file.stat().st_size) for file in path.rglob("*")
+                         if file.is_file()))  # fmt: skip
+
+
+@functools.lru_cache(256)
+def _digest_of(path: Path, size: int, changed: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import Allowed, DataError
+from unskew.errors import Allowed, DataError, UsageError, retold
 from unskew.experiments.experiment import HOW, Experiment
 from unskew.experiments.records import CalibrationRecord, EndRecord, PersonalRecord, Record, of_kind, start_in
 from unskew.files import writing
@@ -115,4 +115,11 @@ def _result(values: dict[str, Any], where: str) -> Result:
             shown = str(values.get(entry.name))[:80]
             raise DataError(f"{where}: {entry.name} is {shown!r}, not {words}; remove the line, and it is run again")
         given[entry.name] = values[entry.name]
-    return Result(**given)
+    result = Result(**given)
+    with retold(UsageError, lambda text: f"{where}: {text}; remove the line, and it is run again"):
+        told = Experiment.of(result.experiment, "experiment")
+    own = any(".py:" in value or "/" in value for value in result.experiment.values() if type(value) is str)
+    if not own and told.training != result.training:
+        raise DataError(f"{where}: its experiment is another one than the hash in training says; remove the line, and "
+                        "it is run again")  # fmt: skip
+    return result

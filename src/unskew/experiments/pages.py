@@ -218,19 +218,31 @@ def _measured_on(table: Table, results: Results) -> str:
     """What was measured on what."""
     runs = table.experiments()
     made = [results[run.training] for run in runs if run.training in results]
-    seeds = sorted({(run.seed, run.cut_seed) for run in runs})
-    cuts = {cut for _, cut in seeds}
-    several = "mean ± standard deviation over " if len(seeds) > 1 else ""
-    each = "each with a cut of its own" if len(cuts) > 1 else f"all with cut {next(iter(cuts), 0)}"
+    pairs = {(run.seed, run.cut_seed) for run in runs}
+    several = "mean ± standard deviation over " if len(pairs) > 1 else ""
     lengths = sorted({run.rounds for run in runs})
     on = sorted({_place(result) for result in made if result.where})
     validation = {run.validation for run in runs} - {0.0}
     what = f"accuracy in % on {100 * max(validation):g} % of the training data" if validation else "test accuracy in %"
-    text = (
-        f"{what}, {several}{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'}, {each}; "
-        f"{' or '.join(map(str, lengths))} rounds. {len(made)} of {len(runs)} trainings are done"
-    )
+    length = f"{' or '.join(map(str, lengths))} {'round' if lengths == [1] else 'rounds'}"
+    text = f"{what}, {several}{_repeats(pairs)}; {length}. {len(made)} of {len(runs)} trainings are done"
     return f"{text}, on {'; '.join(on)}." if on else f"{text}."
+
+
+def _repeats(pairs: set[Pair]) -> str:
+    """How often it was measured, in words."""
+    seeds, cuts = ({pair[at] for pair in pairs} for at in (0, 1))
+
+    def counted(count: int, what: str) -> str:
+        return f"{count} {what}" + ("s" if count > 1 else "")
+
+    if len(cuts) <= 1:
+        return f"{counted(len(seeds), 'seed')}, all with cut {next(iter(cuts), 0)}"
+    if len(seeds) == 1:
+        return f"{len(cuts)} cuts, all with seed {next(iter(seeds))}"
+    if len(pairs) == len(seeds) == len(cuts):
+        return f"{len(seeds)} seeds, each with a cut of its own"
+    return f"{len(pairs)} pairs of {len(seeds)} seeds and {len(cuts)} cuts, which are not independent of each other"
 
 
 def _place(result: Result) -> str:
@@ -249,16 +261,18 @@ def as_csv(table: Table, results: Results) -> str:
     """A line for each run of each cell, and what is printed there."""
     made = io.StringIO()
     lines = csv.writer(made, lineterminator="\n")
-    lines.writerow(["row", "column", "seed", "cut_seed", "accuracy", "printed", "printed_deviation", "remark"])
+    lines.writerow(
+        ["row", "column", "seed", "cut_seed", "accuracy", "printed", "printed_deviation", "remark", "changed"]
+    )
     for cell in table.cells:
         paper = ("", "", "") if cell.printed is None else tuple("" if part is None else part for part in cell.printed)
         values = measured(cell, results).values
         for run in cell.runs:
             value = values.get((run.seed, run.cut_seed))
             shown = "" if value is None else f"{value:.6g}"
-            lines.writerow([cell.row, cell.column, run.seed, run.cut_seed, shown, *paper])
+            lines.writerow([cell.row, cell.column, run.seed, run.cut_seed, shown, *paper, "; ".join(table.changed)])
         if not cell.runs:
-            lines.writerow([cell.row, cell.column, "", "", "", *paper])
+            lines.writerow([cell.row, cell.column, "", "", "", *paper, "; ".join(table.changed)])
     return made.getvalue()
 
 
@@ -273,7 +287,7 @@ def as_latex(table: Table, results: Results) -> str:
     digits = 2 if any(cell.printed for cell in table.cells) else 1
     columns = table.columns
     lines = [
-        f"% {table.title}" + "".join(f"; {text}" for text in table.changed),
+        "% booktabs; " + " ".join("; ".join((table.title, *table.changed)).split()),
         r"\begin{tabular}{l" + "r" * len(columns) + "}",
         r"\toprule",
         " & ".join(["", *map(_tex, columns)]) + r" \\",

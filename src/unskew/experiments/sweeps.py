@@ -61,6 +61,10 @@ def sweep(options: Mapping[str, Any], title: str = "Sweep") -> Table:
     axes = {name: value for name, value in values.items() if isinstance(value, list) and name not in SEEDS}
     if across is not None and across not in axes:
         raise UsageError(f"columns is {across!r}, which has no list of values here: {', '.join(axes) or 'nothing has'}")
+    for name in SEEDS:
+        some = values.get(name, 0)
+        if isinstance(some, list) and (not some or len(set(map(repr, some))) < len(some)):
+            raise UsageError(f"{name} is {some!r}: a list needs values, and each once")
     for name, some in axes.items():
         if name in HOW:
             raise UsageError(f"{name} has a list, but does not change which model is trained: give it one value")
@@ -95,6 +99,8 @@ def sweep(options: Mapping[str, Any], title: str = "Sweep") -> Table:
             for value in axes[across]
         )
     over = {cell.row: cell.row.removesuffix(f" + {cell.shows}") for cell in cells if across and cell.shows != "none"}
+    fixed = ", ".join(f"{name} {value}" for name, value in base.items() if name != "calibrate")
+    note = " ".join(text for text in (note, f"Fixed: {fixed}." if fixed else "") if text)
     table = Table(title, note, cells, over)
     first = table.rows[0]
     if reference is not None and reference not in table.rows:

@@ -67,7 +67,7 @@ def tuned(table: Table, searched: Table, results: Results) -> Table:
     cells = tuple(replace(cell, runs=tuple(map(other, cell.runs))) for cell in table.cells)
     told = "; ".join(f"{row}: {lr:g}" for _, lr, row in best.values())
     note = f"{table.note} Learning rates were chosen on {100 * HELD_OUT:g} % of the training data: {told}."
-    return replace(table, cells=cells, note=note.strip())
+    return replace(table, cells=cells, note=note.strip(), changed=(*table.changed, "learning rates tuned"))
 
 
 # ---------------------------------------------------------------------------------------------- costs
