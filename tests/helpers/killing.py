@@ -137,11 +137,13 @@ def files_of(folder: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        found[name] = _timeless(path) if path.name == "records.jsonl" else path.read_bytes()
+        found[name] = _timeless(path) if path.suffix == ".jsonl" else path.read_bytes()
     return found
 
 
 def _timeless(path: Path) -> list[list[tuple[str, object]]]:
-    """Records with their fields in order, without those that may differ."""
+    """Records with their fields in order, without those that may differ; results of a ledger come in any order."""
     records = [json.loads(line) for line in path.read_text().splitlines()]
+    if path.name != "records.jsonl":
+        records.sort(key=lambda record: record["training"])
     return [[(key, value) for key, value in record.items() if key not in VARYING] for record in records]

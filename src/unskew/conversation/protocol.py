@@ -197,7 +197,7 @@ def serve(
     0.2
     >>> server.send([("a", b"damaged")])
     Traceback (most recent call last):
-    unskew.errors.DataError: statistics: 0 of 2 sites; a: damaged ...
+    unskew.conversation.roster.TooFew: statistics: 0 of 2 sites; a: damaged ...
     """
     _check_model(model)
     _check_keys(key=key, keys=keys)

@@ -218,7 +218,7 @@ def _measured_on(table: Table, results: Results) -> str:
     """What was measured on what."""
     runs = table.experiments()
     made = [results[run.training] for run in runs if run.training in results]
-    pairs = {(run.seed, run.cut_seed) for run in runs}
+    pairs = max(({(run.seed, run.cut_seed) for run in cell.runs} for cell in table.cells), key=len, default=set())
     several = "mean ± standard deviation over " if len(pairs) > 1 else ""
     lengths = sorted({run.rounds for run in runs})
     on = sorted({_place(result) for result in made if result.where})
