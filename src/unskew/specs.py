@@ -251,3 +251,12 @@ def _found_in(name: str, folders: tuple[Path, ...]) -> bool:
     there = (folder / top for folder in folders if (folder / top).is_dir() or (folder / f"{top}.py").is_file())
     expected = next(there, None)
     return expected is None or file is None or Path(file).with_suffix("") == expected or expected in Path(file).parents
+
+
+def listed(specs: str) -> list[str]:
+    """The specs that stand in a text, by commas; none for "none".
+
+    >>> listed("ccvr, ffc:ridge=0.1,none")
+    ['ccvr', 'ffc:ridge=0.1']
+    """
+    return [spec.strip() for spec in specs.split(",") if spec.strip() not in ("", "none")]

@@ -236,6 +236,15 @@ def test_heads_are_those_of_one_request(stage):
     assert "has scored other heads in this conversation" in said["failed"]
 
 
+def test_heads_that_are_refused_do_not_take_the_place_of_those_to_come(stage):
+    site, context, heads = conversing(stage)
+    assert "failed" in said_by(site.query, lambda: asks(stage, heads(hold_out=0.25)), context).about
+    context.node_config["server-key"] = str(new_key(stage.folder / "server")[1])
+    assert "not signed" in said_by(site.query, lambda: asks(stage, heads(seed=1)), context).about["failed"]
+    del context.node_config["server-key"]
+    assert "failed" not in said_by(site.query, lambda: asks(stage, heads()), context).about
+
+
 def test_heads_are_scored_by_the_share_and_the_weights_of_the_statistics(stage):
     site, context, heads = conversing(stage)
     said = said_by(site.query, lambda: asks(stage, heads(hold_out=0.25)), context).about

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from unskew.errors import DataError
 from unskew.experiments.experiment import Experiment
-from unskew.experiments.ledger import Result, append, read, result_of, specs_in
+from unskew.experiments.ledger import Result, append, read, result_of
 from unskew.experiments.records import CalibrationRecord, Record, of_kind
 from unskew.experiments.tables import Table
 from unskew.files.locks import folder_locked
+from unskew.specs import listed
 from unskew.system.children import Child, Failure, Vigil, devoted, died, failure, lasting
 from unskew.system.stopping import Stopped, exit_code, heeding
 
@@ -98,7 +99,7 @@ def _calibrated(experiment: Experiment, folder: Path, records: list[Record]) -> 
     from unskew.experiments.recalibrate import add_calibrations
 
     have = {record.name for record in of_kind(records, CalibrationRecord)}
-    lacking = [spec for spec in specs_in(experiment) if spec not in have]
+    lacking = [spec for spec in listed(experiment.calibrate) if spec not in have]
     return add_calibrations(folder, ",".join(lacking), trust=bool(experiment.code))[0] if lacking else records
 
 

@@ -16,6 +16,7 @@ from unskew.errors import Allowed, DataError, UsageError, retold
 from unskew.experiments.experiment import HOW, Experiment
 from unskew.experiments.records import CalibrationRecord, EndRecord, PersonalRecord, Record, of_kind, start_in
 from unskew.files import writing
+from unskew.specs import listed
 
 
 def _is_shares(value: Any) -> bool:
@@ -48,12 +49,7 @@ class Result:
 
     def lacks(self, experiment: Experiment) -> bool:
         """Whether an experiment asks for a calibration that is not there."""
-        return not self.diverged and any(spec not in self.accuracies for spec in specs_in(experiment))
-
-
-def specs_in(experiment: Experiment) -> list[str]:
-    """The calibrations that an experiment of a table names."""
-    return [spec.strip() for spec in experiment.calibrate.split(",") if spec.strip() not in ("", "none")]
+        return not self.diverged and any(spec not in self.accuracies for spec in listed(experiment.calibrate))
 
 
 def result_of(experiment: Experiment, records: list[Record]) -> Result:

@@ -35,11 +35,12 @@ from unskew.experiments.records import (
     seconds_of,
     start_in,
 )
-from unskew.experiments.resolve import calibrators_of, data_of, federation_of, listed, method_of, resolve_auto
+from unskew.experiments.resolve import calibrators_of, data_of, federation_of, method_of, resolve_auto
 from unskew.experiments.runner import blaming, settings_of, training_of
 from unskew.files.locks import folder_locked
 from unskew.files.writing import load_sealed, save_sealed, write_text
 from unskew.models.networks import Split
+from unskew.specs import listed
 from unskew.system.machine import threads
 from unskew.tree import Tree, under
 

@@ -34,7 +34,7 @@ from unskew.models.networks import Split, build, check_memory, linear, networks
 from unskew.models.transforms import Transform
 from unskew.models.weights import put_weights, read_weights
 from unskew.seeds import generator, seeded
-from unskew.specs import call_user_code, converted, defaults_of, is_own, parse
+from unskew.specs import call_user_code, converted, defaults_of, is_own, listed, parse
 from unskew.statistics.origin import Origin
 from unskew.system.machine import check_device, threads
 from unskew.training.engines.auto import Choice, choose_engine
@@ -110,11 +110,6 @@ def ways_of(experiment: Experiment) -> dict[str, Way]:
     """The ways to personal models that an experiment asks for; their SGD is that of the training unless they say."""
     training = {key: getattr(experiment, key) for key in ("lr", "batch", "momentum")}
     return {spec: specs.build("way to personal models", spec, ways, **training) for spec in listed(experiment.personal)}
-
-
-def listed(specs: str) -> list[str]:
-    """The specs that stand in a text, by commas; none for "none"."""
-    return [spec.strip() for spec in specs.split(",") if spec.strip() not in ("", "none")]
 
 
 # ---------------------------------------------------------------------------------------------- data

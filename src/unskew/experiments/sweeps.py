@@ -24,6 +24,7 @@ from unskew.errors import UsageError, lookup, retold
 from unskew.experiments.experiment import HOW, Experiment, types_of_fields
 from unskew.experiments.tables import Cell, Table, by_calibration
 from unskew.files import untrusted as files
+from unskew.specs import listed
 
 SEEDS = ("seed", "cut_seed")
 OWN = "seed"  # of cut_seed: each seed has a cut of its own
@@ -56,7 +57,7 @@ def sweep(options: Mapping[str, Any], title: str = "Sweep") -> Table:
     values.setdefault("calibrate", "ccvr,ffc,oracle")
     if values["calibrate"] == "auto" or isinstance(values["calibrate"], list):
         raise UsageError(f"calibrate is {values['calibrate']!r}: name calibrations by commas, or none")
-    specs = [spec.strip() for spec in str(values["calibrate"]).split(",") if spec.strip() not in ("", "none")]
+    specs = listed(str(values["calibrate"]))
     values["calibrate"] = ",".join(specs) or "none"
     axes = {name: value for name, value in values.items() if isinstance(value, list) and name not in SEEDS}
     if across is not None and across not in axes:

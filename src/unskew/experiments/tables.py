@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from unskew.errors import COUNT, SHARE, UsageError, check_number, lookup
 from unskew.experiments.experiment import HOW, Experiment
+from unskew.specs import listed
 
 TRAINED = "as trained"  # the column of a model that was not calibrated
 
@@ -147,10 +148,7 @@ def by_calibration(rows: Mapping[str, tuple[Experiment, ...]]) -> tuple[Cell, ..
     """Cells of these rows, a column for the model as trained, each calibration, and each way to personal models."""
     cells = list[Cell]()
     for row, runs in rows.items():
-        specs, ways = (
-            [spec.strip() for spec in text.split(",") if spec.strip() not in ("", "none")]
-            for text in (runs[0].calibrate, runs[0].personal)
-        )
+        specs, ways = listed(runs[0].calibrate), listed(runs[0].personal)
         if specs or not ways:
             cells += [Cell(row, TRAINED if spec == "none" else spec, runs, spec) for spec in ("none", *specs)]
         cells += [Cell(row, f"personal: {way}", runs, way, personal=True) for way in ways]

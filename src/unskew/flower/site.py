@@ -173,7 +173,6 @@ def converse(
         sent = Statistics.read(Spooled("the statistics that this site has sent", path))
         own = model(letter.tree("weights"))
         _check_candidates(request, own, sent, task)
-        home.answer(request.content)
     elif task is not None:
         _check_task(request, task)
     own = model(letter.tree("weights")) if sent is None else own
@@ -185,6 +184,7 @@ def converse(
         log.info("run %s: %d bytes of statistics leave this site, of the form %s and %d examples, %d held out",
                  home.run, len(content), about.form, about.examples, about.held_out or 0)  # fmt: skip
     else:
+        home.answer(request.to_bytes())  # not before: heads that are refused must not take the place of those to come
         log.info("run %s: the site says how many held-out examples each of %d heads gets right", home.run,
                  len(said.right))  # fmt: skip
     if len(content) <= INLINE:

@@ -81,6 +81,7 @@ def _round(
 ) -> tuple[Outcome, list[int]]:  # fmt: skip
     """The outcome of a round, and who has made it."""
     expected, number = _upload_of(training, last), last.number + 1
+    largest = max(map(_largest, last.params.values()))
     id_of = {members[id].site: id for id in ids}
     total = training.aggregator.begin(ids)
     clients, losses = dict[int, Client](), dict[int, float]()
@@ -100,7 +101,7 @@ def _round(
         loss = letter.number("loss")
         if not abs(loss) < MOST_LOSS:
             raise DataError(f"{site}: its loss is {loss:g}: lower lr, which is {training.sgd(number).lr:g}")
-        _check_say(site, upload, _books(training, last, id), last.params)
+        _check_say(site, upload, _books(training, last, id), largest)
         losses[id] = loss
         clients[id] = Client.of(letter.trees.get("client", {}))
         device = any_tensor(expected).device
@@ -161,13 +162,13 @@ def _books(training: Training, last: Round, id: int) -> Tree:
     return {name: value for name, value in one.items() if torch.equal(value, other[name])}
 
 
-def _check_say(site: str, upload: Tree, books: Tree, params: Tree) -> None:
+def _check_say(site: str, upload: Tree, books: Tree, largest: float) -> None:
     """Refuse an upload that takes more say than its examples give it, or that no training makes."""
     for name, due in books.items():
         if not torch.allclose(upload[name].to(due), due, rtol=1e-3, atol=1e-6):
             raise DataError(f"{site}: {name} of its upload is not what its examples and its steps make it: it would "
                             "have more say, or less, than it has a right to")  # fmt: skip
-    examples, largest = float(upload["examples"]), max(_largest(value) for value in params.values())
+    examples = float(upload["examples"])
     for name, value in upload.items():
         if name not in books and _largest(value) > MOST_MOVED * examples * (1 + largest):
             raise DataError(f"{site}: {name} of its upload is larger than any training makes it")
