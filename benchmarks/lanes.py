@@ -12,11 +12,13 @@ random unless --data names a folder with cifar10.npz.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import itertools
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +168,15 @@ def clients_in_a_graph(run: Training, given: argparse.Namespace, autocast: bool)
     return go
 
 
+@contextlib.contextmanager
+def measuring(turn: Path | None) -> Iterator[None]:
+    """What is measured is measured alone, among processes that wait for the same file and prepare side by side."""
+    with contextlib.ExitStack() as held:
+        if turn:
+            fcntl.flock(held.enter_context(turn.open("w")), fcntl.LOCK_EX)
+        yield
+
+
 def synchronise(device: torch.device) -> None:
     """Wait for a GPU."""
     if device.type == "cuda":
@@ -181,7 +192,8 @@ def loops(run: Training, given: argparse.Namespace, precision: str) -> dict[str,
             else plain_loop(run, given, autocast, kind == "compiled")
             for kind in given.loop.split(",")
         }
-        found = {kind: loop(given.loop_steps) for kind, loop in prepared.items()}
+        with measuring(given.turn):
+            found = {kind: loop(given.loop_steps) for kind, loop in prepared.items()}
     told = ", ".join(f"{kind} {speed:.0f}" for kind, speed in found.items())
     print(f"{precision}: plain loop, client-steps/s: {told}", flush=True)
     return found
@@ -201,11 +213,12 @@ def measure_steps(run: Training, given: argparse.Namespace, precision: str, plai
             lanes = LaneBuffers(run, [count], 20, autocast=autocast, compile=device.type == "cuda", layout=layout)
         synchronise(device)
         ready, turns = time.perf_counter() - began, []
-        for _ in range(TURNS + 1):
-            began = time.perf_counter()
-            lanes.take(count, given.repeat)
-            synchronise(device)
-            turns.append((time.perf_counter() - began) / given.repeat)
+        with measuring(given.turn):
+            for _ in range(TURNS + 1):
+                began = time.perf_counter()
+                lanes.take(count, given.repeat)
+                synchronise(device)
+                turns.append((time.perf_counter() - began) / given.repeat)
         least, seconds, most = (f(turns[1:]) for f in (min, statistics.median, max))  # the first is a warm-up
         print(f"  {count:4d} lanes, {layout}: {1e3 * seconds:7.3f} ms a step ({1e3 * least:.3f} to {1e3 * most:.3f}), "
               f"{count / seconds:8.0f} lane-steps/s, {ratios(count / seconds, plain)}, ready in {ready:.0f} s",
@@ -247,7 +260,8 @@ def measure_visits(clients: int, given: argparse.Namespace) -> None:
     options = {"rounds": TURNS + 1, "steps": 1, "batch": 2, "fraction": visits / clients}
     run = Training(model, federation, METHODS[given.method](), **options)
     engine = Lanes(int(given.lanes or 64), given.layout or "grouped")
-    for name, rounds in (("lanes", engine.rounds([run])), ("sequential", sequential.rounds([run]))):
+    engines = (("lanes", engine.rounds([run])), ("sequential", sequential.rounds([run])))
+    for name, rounds in engines if given.loop != "none" else engines[:1]:
         times = [last.seconds for _, last in itertools.islice(rounds, TURNS + 1 if name == "lanes" else 2)][1:]
         rates = sorted(visits / seconds for seconds in times)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -260,7 +274,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("steps", "train", "clients", "visits"))
     parser.add_argument(
-        "--loop", default="eager", help="plain loops: eager, compiled; graph: ten clients in one, on a GPU"
+        "--loop",
+        default="eager",
+        help="plain loops: eager, compiled; graph: ten clients in one, on a GPU; none: visits without `sequential`",
     )
     parser.add_argument("--loop-steps", type=int, default=300)
     parser.add_argument("--lanes", default="", help="numbers of lanes; train chooses if none is given")
@@ -279,6 +295,7 @@ def main() -> None:
     parser.add_argument("--clients", default="10,100,1000,10000", help="numbers of clients, in clients and visits")
     parser.add_argument("--total", type=int, default=100_000, help="client-steps of a round, in clients")
     parser.add_argument("--repeat", type=int, default=100)
+    parser.add_argument("--turn", type=Path, help="a file: processes that are given the same one measure in turns")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -336,6 +337,16 @@ def test_compiled_lanes_on_a_gpu_equal_sequential_on_a_cpu(method):
     there = Federation(data.to("cuda"), tuple(part.cuda() for part in parts))
     *_, (_, found) = Lanes(2).rounds([Training(toy_model("batch"), there, method, **options)])
     assert gap(expected, _on_cpu(found)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+@pytest.mark.parametrize("layout", ["grouped", "joined", "apart"])
+def test_compiled_lanes_equal_uncompiled_ones(ragged, layout, recwarn):
+    run = Training(toy_model("batch"), ragged, scaffold(), rounds=2, batch=8, lr=0.05, augment=True)
+    plain, compiled = (dict(Lanes(2, layout, compile=compile).rounds([run]))[0] for compile in (False, True))
+    assert gap(plain, compiled) < 1e-9
+    assert not recwarn.list  # what the compiler has to say is not for users
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -13,7 +13,7 @@ from unskew.methods.bases import fedavg
 from unskew.models.networks import build
 from unskew.training.engines.lanes.engine import Lanes
 from unskew.training.engines.lanes.joined.layers import JoinedConv, joined
-from unskew.training.engines.lanes.joined.norm import JoinedGroupNorm
+from unskew.training.engines.lanes.joined.norm import JoinedGroupNorm, group_norm
 from unskew.training.engines.lanes.plain_layers import PlainBatchNorm, PlainGroupNorm, plain
 from unskew.training.engines.lanes.step import precise
 from unskew.training.engines.sequential import sequential
@@ -129,6 +129,27 @@ def test_any_size_stride_and_padding_and_the_gradients_of_inputs(conv):
     assert (made(x) - plain(x)).abs().max() < 1e-12
     mine, theirs = (torch.autograd.grad((net(x) ** 2).sum(), [x, *net.parameters()]) for net in (made, plain))
     assert all((one - other).abs().max() < 1e-10 for one, other in zip(mine, theirs, strict=True))
+
+
+def test_operations_give_what_the_compiler_is_promised():
+    """Shapes, types and how they lie in memory: a compiler never sees more of them."""
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=draw)
+
+    x, g, w, of_each, scale = random(2, 3, 5, 6, 8), random(2, 3, 3, 3, 16), random(2, 16, 3, 3, 8), *[random(2, 8)] * 2
+    deep, g_deep, how = random(2, 3, 3, 8), random(2, 3, 3, 3, 8), (2, 1)
+    _, mean, inverse = group_norm(x, of_each, scale, 4, 1e-5, True)
+    given = {
+        "convolve": (x, w, *how), "convolve_inputs": (g, w, 5, 6, *how), "convolve_weights": (x, g, 3, *how),
+        "depthwise": (x, deep, *how), "depthwise_inputs": (g_deep, deep, 5, 6, *how),
+        "depthwise_weights": (x, g_deep, 3, *how), "rounded": (w, torch.bfloat16),
+        "patches": (x.movedim(-1, 2).contiguous(), 3, *how), "group_norm": (x, of_each, scale, 4, 1e-5, True),
+        "group_norm_slopes": (x, x, of_each, scale, mean, inverse, True),
+    }  # fmt: skip
+    for name, arguments in given.items():
+        torch.library.opcheck(getattr(torch.ops.unskew, name), arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

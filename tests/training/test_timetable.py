@@ -9,15 +9,18 @@ from hypothesis import given, settings, strategies as st
 from unskew.data.partition import dirichlet
 from unskew.training.engines.lanes.timetable import (
     Add,
+    Cost,
     Load,
     Move,
     Settle,
     Step,
     bound,
     choose,
+    estimated,
     ladder_of,
     rehearse,
     schedule,
+    worthwhile,
 )
 
 WORK = st.lists(  # runs of rounds of clients' steps
@@ -80,7 +83,7 @@ def cuts(alphas=(0.5, 0.1, 0.05), seeds=(0, 1, 2)):
 
 def test_nine_runs_keep_the_lanes_busy():
     work = cuts()
-    lanes = choose(work, (0.25, 0.043), 64)
+    lanes = choose(work, Cost(0.25, 0.043), 64)
     usage = rehearse(work, ladder_of(lanes))
     assert usage.occupancy >= 0.9 * bound(work, lanes)
     assert usage.occupancy > 0.9
@@ -105,3 +108,19 @@ def test_whoever_the_longest_chain_waits_for_comes_first():
     """The longest client of a later round holds up its run, however short the others of that round are."""
     first = next(iter(schedule([[[2], [5]], [[2], [9, 1]]], [1])))
     assert first.visit.run == 1
+
+
+@given(WORK, st.integers(1, 12), st.floats(0, 50))
+@settings(max_examples=100, deadline=None)
+def test_only_sizes_that_pay_are_prepared(work, lanes, size):
+    cost, ladder = Cost(0.1, 1.0, size), ladder_of(lanes)
+    kept = worthwhile(work, ladder, cost)
+    assert kept[0] == ladder[0]
+    assert set(kept) <= set(ladder)
+    assert kept == sorted(kept, reverse=True)
+
+    def needed(sizes):
+        return size * len(sizes) + estimated(work, sizes, cost)
+
+    assert needed(kept) <= needed(ladder) + 1e-9
+    assert all(needed(kept) <= needed([other for other in kept if other != one]) + 1e-9 for one in kept[1:])

@@ -30,10 +30,10 @@ from unskew.files.writing import digest, write_text
 from unskew.training.engines.batched import batched
 from unskew.training.engines.lanes.buffers import LaneBuffers
 from unskew.training.engines.lanes.dispatch import ranks
-from unskew.training.engines.lanes.engine import Lanes, ladder, most_lanes, remaining
+from unskew.training.engines.lanes.engine import Lanes, cost_on_gpu, ladder, most_lanes, remaining
 from unskew.training.engines.lanes.fused.layer import fusible
 from unskew.training.engines.lanes.step import LAYOUTS, SMALL, precise
-from unskew.training.engines.lanes.timetable import Cost, choose, estimated
+from unskew.training.engines.lanes.timetable import Cost, choose, estimated, worthwhile
 from unskew.training.engines.protocol import Engine, Resume, one_at_a_time
 from unskew.training.engines.sequential import sequential
 from unskew.training.engines.workers import Workers, check_workers
@@ -41,7 +41,6 @@ from unskew.training.training import Round, Training
 
 WORTH = 5_000  # client-steps in all from which on a measurement pays
 MARGIN = 1.05  # an engine has to be this much faster than a simpler one
-PREPARING = 60.0  # seconds that lanes take to compile their steps
 TURNS = 3  # of each engine; the best counts, for others may use the machine too
 TURN = 0.3  # seconds
 
@@ -95,23 +94,24 @@ def choose_engine(run: Training, precision: str = "float32", engine: str = "auto
     if engine == "lanes":
         seconds = math.inf
     for layout in LAYOUTS:
-        cost = _cost(speeds, layout)
+        cost = _cost(speeds, layout, cost_on_gpu(run).size)
         if cost is not None:
             lanes = choose(work, cost, most_lanes(run) * ranks()[1], ladder(cuda))
-            needed = PREPARING + estimated(work, ladder(True)(lanes), cost) / 1e3
+            sizes = worthwhile(work, ladder(True)(lanes), cost)
+            needed = (len(sizes) * cost.size + estimated(work, sizes, cost)) / 1e3
             if needed < seconds:
                 best, seconds = Choice("lanes", lanes, layout, speeds), needed
     return best
 
 
-def _cost(speeds: Mapping[str, float], layout: str) -> Cost | None:
+def _cost(speeds: Mapping[str, float], layout: str, size: float) -> Cost | None:
     """A lane step in ms and what each lane adds, from the speeds of two numbers of lanes."""
     few, many = (f"{count} lanes, {layout}" for count in COUNTS)
     if few not in speeds:
         return None
     times = [1e3 * count / speeds[name] for count, name in zip(COUNTS, (few, many), strict=True)]
     slope = max(0.0, (times[1] - times[0]) / (COUNTS[1] - COUNTS[0]))
-    return max(0.0, times[0] - slope * COUNTS[0]), slope
+    return Cost(max(0.0, times[0] - slope * COUNTS[0]), slope, size)
 
 
 COUNTS = (8, 32)  # lanes to measure

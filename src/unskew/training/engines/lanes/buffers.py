@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from unskew.errors import lookup
 from unskew.methods.algorithm import Client, Context
 from unskew.methods.optim import SGD
 from unskew.seeds import derive
 from unskew.training.client import Local, begin, leave
+from unskew.training.engines.lanes.compiling import compiled
 from unskew.training.engines.lanes.step import LAYOUTS, Buffers, Rows, draws, in_parts, lane_step, written
 from unskew.training.training import Training
 from unskew.tree import Tree, each, pick, rows, stack, under
@@ -34,7 +36,18 @@ from unskew.tree import Tree, each, pick, rows, stack, under
 STREAMS = 8
 SHORT = 64  # steps of a plan that is packed with others
 PAIR = 2  # lanes of the step that all grouped ones on a CPU must agree with, to the bit
-OPTIONS: dict[str, Any] = {"combo_kernels": True, "benchmark_combo_kernel": False}  # of the compiler: join small ones
+
+
+def plan_length(steps: int) -> int:
+    """Room for a plan of so many steps: few lengths, so that a compiled step is found again in torch's cache.
+
+    >>> plan_length(10), plan_length(100), plan_length(1_000)
+    (64, 256, 1024)
+    """
+    length = SHORT
+    while length < steps:
+        length *= 4
+    return length
 
 
 class LaneBuffers:
@@ -64,7 +77,7 @@ class LaneBuffers:
         self.written = written(layout)
         self.rows_of = {name: Rows(example, like, count, layout == "joined") for name, example in examples.items()}
         self.kept = Rows(client.tree(), like)
-        plans = (count, 1 << (longest - 1).bit_length(), run.batch)  # few shapes: a compiled step is found again
+        plans = (count, plan_length(longest), run.batch)
         self.buffers: Buffers = {
             **{name: held.flat for name, held in self.rows_of.items()}, "loss": like.new_zeros(count),
             "position": torch.zeros(count, dtype=torch.int64, device=self.device),
@@ -96,16 +109,13 @@ class LaneBuffers:
 
     def _traced(self, size: int, compile: bool) -> Callable[..., None]:
         """The step as a function of the buffers of so many lanes, compiled if asked."""
+        held, data = self._held(slice(size)), self.data
+        read = data.x, data.y, data.mean, data.std  # given, and not part of the program
 
-        names, values = zip(*self._held(slice(size)).items(), strict=True)
+        def flat(x: Tensor, y: Tensor, mean: Tensor, std: Tensor, *values: Tensor) -> None:
+            self.act(replace(data, x=x, y=y, mean=mean, std=std), dict(zip(held, values, strict=True)))
 
-        def flat(*values: Tensor) -> None:
-            self.act(self.data, dict(zip(names, values, strict=True)))
-
-        if not compile:
-            return flat
-        traced = make_fx(flat)(*values)
-        return cast(Callable[..., None], torch.compile(traced, dynamic=False, options=OPTIONS))
+        return partial(compiled(flat, [*read, *held.values()]) if compile else flat, *read)
 
     def _prepared(self, size: int, compile: bool) -> Callable[[], None]:
         """The step of the first `size` lanes, as a CUDA graph on a GPU."""

@@ -27,14 +27,28 @@ from unskew.errors import UsageError
 from unskew.system.machine import keep_pages
 from unskew.training.engines.lanes.buffers import LaneBuffers
 from unskew.training.engines.lanes.dispatch import LaneRuns, ranks
-from unskew.training.engines.lanes.step import layout_of, precise
-from unskew.training.engines.lanes.timetable import Add, Load, Move, Step, Usage, bound, choose, ladder_of, schedule
+from unskew.training.engines.lanes.step import LARGE, layout_of, precise
+from unskew.training.engines.lanes.timetable import (
+    Add,
+    Cost,
+    Load,
+    Move,
+    Step,
+    Usage,
+    bound,
+    choose,
+    ladder_of,
+    schedule,
+    worthwhile,
+)
 from unskew.training.engines.protocol import Resume
 from unskew.training.training import Round, Training, raise_diverged
 from unskew.tree import pick
 
 HUGE = 2_000_000  # parameters of a network of which a few lanes fill a GPU
-COSTS = {True: (0.12, 0.0082), False: (0.1, 1.0)}  # by whether it is a GPU: a step in ms, and for each lane; one H200
+# Steps of lanes, and what another size of them takes to prepare where nothing is cached, on an H200: benchmarks/notes.
+ON_GPU = {"small": Cost(0.12, 0.0082, size=15_000), "large": Cost(0.5, 0.5, size=45_000)}
+ON_CPU = Cost(0.1, 1.0)
 
 # ---------------------------------------------------------------------------------------------- who shares
 
@@ -112,7 +126,7 @@ class Lanes:
         if not any(work):
             return
         each_rank = self.count or choose(
-            [rounds for rounds in work if rounds], COSTS[cuda], most_lanes(runs[0]) * processes, ladder(cuda)
+            [rounds for rounds in work if rounds], cost_of(runs[0]), most_lanes(runs[0]) * processes, ladder(cuda)
         )
         each_rank = max(1, each_rank // processes)
         while True:
@@ -134,7 +148,9 @@ class Lanes:
         """Carry out all that is left with so many lanes in each process."""
         (rank, processes), cuda = ranks(), runs[0].federation.data.y.is_cuda
         cohorts, work = remaining(runs, last)
-        sizes = ladder(cuda)(each_rank)
+        whole = [processes * size for size in ladder(cuda)(each_rank)]
+        whole = worthwhile([rounds for rounds in work if rounds], whole, cost_of(runs[0]))
+        sizes = [size // processes for size in whole]
         longest = max(steps for rounds in work for ids in rounds for steps in ids)
         with precise(self.precision) as autocast:  # a CUDA graph keeps the precision that it was captured in
             compile = cuda if self.compile is None else self.compile
@@ -144,7 +160,7 @@ class Lanes:
         pool = ThreadPoolExecutor(2)
         try:
             runs_on_lanes = LaneRuns(runs, last, cohorts, lanes, pool)
-            timetable = schedule(work, [processes * size for size in sizes], processes)
+            timetable = schedule(work, whole, processes)
             for kind, operations in itertools.groupby(timetable, type):
                 some: list[Any] = list(operations)
                 if kind is Load:
@@ -178,6 +194,16 @@ def remaining(runs: Sequence[Training], last: Sequence[Round]) -> tuple[list[lis
     return cohorts, [
         [[run.count(id) for id in ids] for ids in rounds] for run, rounds in zip(runs, cohorts, strict=True)
     ]
+
+
+def cost_of(run: Training) -> Cost:
+    """What steps cost, roughly."""
+    return cost_on_gpu(run) if run.federation.data.y.is_cuda else ON_CPU
+
+
+def cost_on_gpu(run: Training) -> Cost:
+    """The same on a GPU."""
+    return ON_GPU["small" if run.net.size < LARGE else "large"]
 
 
 def most_lanes(run: Training) -> int:

@@ -187,24 +187,53 @@ def bound(work: Steps, lanes: int) -> float:
     return min(1.0, sum(sum(map(sum, rounds)) for rounds in work) / max(lanes * chain, 1))
 
 
-Cost = tuple[float, float]  # milliseconds of a step: the first, plus the second for each lane
+class Cost(NamedTuple):
+    """Milliseconds."""
+
+    step: float  # of any step
+    lane: float  # more of it for each lane
+    size: float = 0  # of preparing a step of another size
 
 
 def estimated(work: Steps, ladder: Sequence[int], cost: Cost) -> float:
-    """Milliseconds that the work would take."""
+    """Milliseconds that the work would take, once its steps are prepared."""
     usage = rehearse(work, ladder)
-    return cost[0] * sum(usage.steps.values()) + cost[1] * usage.executed
+    return cost.step * sum(usage.steps.values()) + cost.lane * usage.executed
 
 
 def choose(work: Steps, cost: Cost, most: int, ladder: Callable[[int], list[int]] = ladder_of) -> int:
     """The number of lanes, up to `most`, that would take the shortest time."""
     clients = sum(max(map(len, rounds)) for rounds in work)
-    few = [rounds[: max(1, min(5, ENOUGH // clients))] for rounds in work]
-
+    few, _ = _some(work, 5)
     most = min(clients, most)
     rungs = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
     candidates = sorted({most, *(rung for rung in rungs if rung < most)})
     return min(candidates, key=lambda lanes: estimated(few, ladder(lanes), cost))
 
 
+def worthwhile(work: Steps, ladder: Sequence[int], cost: Cost) -> list[int]:
+    """The sizes of a ladder that save more time than it takes to prepare them, and the largest.
+
+    >>> worthwhile([[[30, 10]]], [2, 1], Cost(1, 1, size=15)), worthwhile([[[30, 10]]], [2, 1], Cost(1, 1, size=25))
+    ([2, 1], [2])
+    """
+    if not cost.size:
+        return list(ladder)
+    (few, times), kept = _some(work, 20), list(ladder)
+    took = estimated(few, kept, cost)
+    for size in sorted(ladder)[:-1]:
+        without = [other for other in kept if other != size]
+        longer = estimated(few, without, cost)
+        if times * (longer - took) < cost.size:
+            kept, took = without, longer
+    return kept
+
+
 ENOUGH = 2_000  # visits to choose by
+
+
+def _some(work: Steps, rounds: int) -> tuple[Steps, float]:
+    """The first rounds of each run, so many at most, and how many times the whole work is as long."""
+    clients = sum(max(map(len, cohorts)) for cohorts in work)
+    few = [cohorts[: max(1, min(rounds, ENOUGH // clients))] for cohorts in work]
+    return few, sum(map(len, work)) / sum(map(len, few))

@@ -67,7 +67,8 @@ def convolve(x: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
 
         return triton_kernels.forward(x, w, stride, padding, _convolved(x, w, stride, padding))
     met = taps(x, w.shape[2], stride, padding)
-    return cast(Tensor, sum(torch.einsum("lbyxc,loc->lbyxo", part, w[:, :, i, j]) for i, j, part in met))
+    total = cast(Tensor, sum(torch.einsum("lbyxc,loc->lbyxo", part, w[:, :, i, j]) for i, j, part in met))
+    return total.contiguous()
 
 
 def _like_inputs(g: Tensor, w: Tensor, height: int, width: int, stride: int, padding: int) -> Tensor:
@@ -125,7 +126,7 @@ def depthwise(x: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
 
         return triton_kernels.depthwise(x, w, stride, padding, _depthwise_like(x, w, stride, padding))
     met = taps(x, w.shape[1], stride, padding)
-    return cast(Tensor, sum(part * w[:, i, j, None, None, None] for i, j, part in met))
+    return cast(Tensor, sum(part * w[:, i, j, None, None, None] for i, j, part in met)).contiguous()
 
 
 @operation(
