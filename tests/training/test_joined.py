@@ -12,6 +12,7 @@ from unskew.data.partition import Federation
 from unskew.methods.bases import fedavg
 from unskew.models.networks import build
 from unskew.training.engines.lanes.engine import Lanes
+from unskew.training.engines.lanes.joined.batch_norm import JoinedBatchNorm, batch_norm, batch_norm_slopes
 from unskew.training.engines.lanes.joined.layers import JoinedConv, joined
 from unskew.training.engines.lanes.joined.norm import JoinedGroupNorm, group_norm
 from unskew.training.engines.lanes.plain_layers import PlainBatchNorm, PlainGroupNorm, plain
@@ -38,16 +39,23 @@ def lanes_of(net, size, draw):
     return params, x, torch.randint(0, 10, (2, 3), generator=draw)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["vgg13", "resnet18", "convnet", "senet18", "mobilenetv2"])
-def test_a_joined_network_is_the_network(name):
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [(name, "group") for name in ("vgg13", "resnet18", "convnet", "senet18", "mobilenetv2")]
+    + [("convnet", "batch"), ("mobilenetv2", "batch")],
+)
+def test_a_joined_network_is_the_network(name, norm):
     draw = torch.Generator().manual_seed(0)
-    net = build(name, 10, 3, 16, generator=draw).double()
+    net = build(name, 10, 3, 16, norm, generator=draw).double()
+    for part in net.modules():  # `follow` writes into what vmap does not know
+        if isinstance(part, nn.BatchNorm2d):
+            part.running_mean = part.running_var = part.num_batches_tracked = None
     made = plain(joined(net))
     kinds = {type(part) for part in made.modules()}
     assert JoinedConv in kinds
-    assert JoinedGroupNorm in kinds
-    assert not {nn.Conv2d, nn.GroupNorm} & kinds
+    assert {"group": JoinedGroupNorm, "batch": JoinedBatchNorm}[norm] in kinds
+    assert not {nn.Conv2d, nn.GroupNorm, nn.BatchNorm2d} & kinds
     assert made.state_dict().keys() == net.state_dict().keys()
     given = lanes_of(net, 16, draw)
     theirs, mine = (gradients(each, *given) for each in (net, made))
@@ -69,15 +77,20 @@ def test_it_can_be_traced_as_the_lanes_do():
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7])
 @pytest.mark.parametrize("train", [True, False])
-def test_batch_norm_is_torchs_own(momentum, train):
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(("made", "kind"), [(plain, PlainBatchNorm), (joined, JoinedBatchNorm)])
+def test_batch_norm_is_torchs_own(momentum, train, relu, made, kind):
     draw = torch.Generator().manual_seed(0)
-    theirs = nn.BatchNorm2d(6, momentum=momentum).double().train(train)
-    theirs.weight.data.normal_(generator=draw)
-    mine = plain(theirs)
-    assert type(mine) is PlainBatchNorm
+    theirs = nn.Sequential(nn.BatchNorm2d(6, momentum=momentum), *[nn.ReLU()] * relu).double().train(train)
+    theirs[0].weight.data.normal_(generator=draw)
+    mine = made(theirs)
+    assert type(mine[0]) is kind
     for _ in range(2):
-        x = 3 + torch.randn(5, 6, 4, 3, generator=draw, dtype=torch.float64)
+        x = 3 + torch.randn(5, 6, 4, 3, generator=draw, dtype=torch.float64).requires_grad_()
         assert (mine(x) - theirs(x)).abs().max() < 1e-12
+        both = (torch.autograd.grad((net(x) ** 3).sum(), [x, *net.parameters()]) for net in (mine, theirs))
+        assert all((one - other).abs().max() < 1e-9 for one, other in zip(*both, strict=True))
+    mine, theirs = mine[0], theirs[0]
     for key in ("running_mean", "running_var"):
         assert (getattr(mine, key) - getattr(theirs, key)).abs().max() < 1e-12
 
@@ -147,6 +160,8 @@ def test_operations_give_what_the_compiler_is_promised():
         "depthwise_weights": (x, g_deep, 3, *how), "rounded": (w, torch.bfloat16),
         "patches": (x.movedim(-1, 2).contiguous(), 3, *how), "group_norm": (x, of_each, scale, 4, 1e-5, True),
         "group_norm_slopes": (x, x, of_each, scale, mean, inverse, True),
+        "batch_norm": (x, of_each, scale, 1e-5, True),
+        "batch_norm_slopes": (x, x, of_each, scale, *batch_norm(x, of_each, scale, 1e-5, True)[1:], 1e-5, True),
     }  # fmt: skip
     for name, arguments in given.items():
         torch.library.opcheck(getattr(torch.ops.unskew, name), arguments, test_utils=("test_schema", "test_faketensor"))
@@ -193,6 +208,22 @@ def test_kernels_are_their_twins(sizes, precision):
         g = random(lanes, batch, *sizes, wide)
         near(f"{prefix}_inputs", (g, w), height, width, *how)
         near(f"{prefix}_weights", (x, g), k, *how)
+    for relu in (True, False):
+        w, b, g = random(lanes, channels).float(), random(lanes, channels).float(), random(*x.shape)
+        made = [
+            [part.cpu().double() for part in _with_slopes(moved(x), moved(w), moved(b), moved(g), relu)]
+            for moved in (Tensor.double, Tensor.cuda)
+        ]
+        for twin, found in zip(*made, strict=True):
+            assert (found - twin).norm() < max(
+                bound, 1e-3 * relu
+            ) * twin.norm()  # what is near zero may be on its other side
+
+
+def _with_slopes(x, w, b, g, relu):
+    """All that the operations of a batch norm give."""
+    y, mean, variance = batch_norm(x, w, b, 1e-5, relu)
+    return y, mean, variance, *batch_norm_slopes(g, x, w, b, mean, variance, 1e-5, relu)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -205,6 +236,7 @@ def test_kernels_are_their_twins(sizes, precision):
         ("resnet18", "group", "joined", "tf32", 1e-1),
         ("senet18", "group", "joined", "tf32", 1e-1),
         ("mobilenetv2", "batch", "apart", "float32", 5e-2),
+        ("mobilenetv2", "batch", "joined", "float32", 5e-2),
     ],
 )
 def test_compiled_lanes_of_large_networks_learn_what_clients_by_themselves_learn(name, norm, layout, precision, most):

@@ -62,12 +62,15 @@ class PlainBatchNorm(_Norm, nn.BatchNorm2d):
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return self.running_mean[:, None, None], self.running_var[:, None, None]
         variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
-        if self.running_mean is not None and self.running_var is not None and self.momentum is not None:
-            count = x.shape[0] * x.shape[2] * x.shape[3]
-            unbiased = variance.detach() * (count / max(count - 1, 1))
-            for running, now in ((self.running_mean, mean.detach()), (self.running_var, unbiased)):
-                running.copy_((1 - self.momentum) * running + self.momentum * now.to(running.dtype))
+        self.follow(mean.detach(), variance.detach(), x.shape[0] * x.shape[2] * x.shape[3])
         return mean[:, None, None], variance[:, None, None]
+
+    def follow(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Let the running statistics follow those of a batch of so many pixels."""
+        if self.running_mean is not None and self.running_var is not None and self.momentum is not None:
+            unbiased = variance * (count / max(count - 1, 1))
+            for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+                running.copy_((1 - self.momentum) * running + self.momentum * now.to(running.dtype))
 
 
 class PlainMean(nn.AdaptiveAvgPool2d):

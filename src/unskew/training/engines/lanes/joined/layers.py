@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unskew.training.engines.lanes.joined.batch_norm import JoinedBatchNorm
 from unskew.training.engines.lanes.joined.norm import JoinedGroupNorm
 from unskew.training.engines.lanes.operations import operation
 
@@ -290,6 +291,9 @@ def _only(sizes: Any) -> int:
     return cast(int, sizes[0])
 
 
+NORMS: dict[type[nn.Module], type[nn.Module]] = {nn.GroupNorm: JoinedGroupNorm, nn.BatchNorm2d: JoinedBatchNorm}
+
+
 def joined(model: nn.Module) -> nn.Module:
     """A copy of the model with such layers wherever they fit; names and values of tensors stay."""
     model = copy.deepcopy(model)
@@ -297,12 +301,16 @@ def joined(model: nn.Module) -> nn.Module:
     for part in model.modules():
         if type(part) is nn.Conv2d and _fits(part):
             part.__class__ = JoinedConv
-        elif type(part) is nn.GroupNorm and part.affine:
-            part.__class__ = JoinedGroupNorm
+        elif type(part) in NORMS and part.affine:
+            part.__class__ = NORMS[type(part)]
     for sequence in [part for part in model.modules() if isinstance(part, nn.Sequential)]:
         for place in range(len(sequence) - 1):
             norm = _last(sequence[place])
-            if isinstance(norm, JoinedGroupNorm) and places[id(norm)] == 1 and type(sequence[place + 1]) is nn.ReLU:
+            if (
+                isinstance(norm, (JoinedGroupNorm, JoinedBatchNorm))
+                and places[id(norm)] == 1
+                and type(sequence[place + 1]) is nn.ReLU
+            ):
                 norm.relu = True
                 sequence[place + 1] = nn.Identity()
     return model

@@ -135,7 +135,7 @@ def forward(
     """See `norm.group_norm`."""
     (lanes, batch, height, width, channels), groups = x.shape, mean.shape[-1]
     *tile, warps = tiling.of_norm(height * width, channels, groups)
-    x, w, b = x.contiguous(), _whole(w), _whole(b)
+    x, w, b = x.contiguous(), tiling.whole(w), tiling.whole(b)
     _forward[batch * (groups // tile[1]), lanes](
         x, w, b, y, mean, inverse, w.stride(0), b.stride(0), eps, height * width, channels, groups, *tile, relu,
         num_warps=warps,
@@ -150,14 +150,9 @@ def slopes(
     """See `norm.group_norm_slopes`."""
     (lanes, batch, height, width, channels), groups = x.shape, mean.shape[-1]
     *tile, warps = tiling.of_norm(height * width, channels, groups)
-    w, b, given = _whole(w), _whole(b), [value.contiguous() for value in (g, x, mean, inverse)]
+    w, b, given = tiling.whole(w), tiling.whole(b), [value.contiguous() for value in (g, x, mean, inverse)]
     _slopes[batch * (groups // tile[1]), lanes](
         *given[:2], w, b, *given[2:], dx, dw, db, w.stride(0), b.stride(0), height * width, channels, groups, *tile,
         relu, num_warps=warps,
     )  # fmt: skip
     return dx, dw, db
-
-
-def _whole(w: Tensor) -> Tensor:
-    """Rows that may lie apart, each without gaps."""
-    return w if w.stride(-1) == 1 else w.contiguous()

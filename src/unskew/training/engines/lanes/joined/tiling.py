@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 PROGRAMS = 264  # that fill a GPU: two for each multiprocessor of an H200
 
 
 def power(number: int) -> int:
     """The next power of two."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+def whole(w: Tensor) -> Tensor:
+    """Rows that may lie apart, each without gaps."""
+    return w if w.stride(-1) == 1 else w.contiguous()
 
 
 def width(channels: int, most: int = 128) -> int:
@@ -37,10 +44,10 @@ def flat(channels: int) -> tuple[int, int]:
     return 2048 // width(channels, 64), width(channels, 64)
 
 
-def _split(pixels: int, tile: int, programs: int) -> tuple[int, int]:
-    """Into how many parts pixels are cut, each of how many tiles, so that programs fill a GPU."""
+def _split(pixels: int, tile: int, programs: int, wanted: int = PROGRAMS) -> tuple[int, int]:
+    """Into how many parts pixels are cut, each of how many tiles, so that there are as many programs as are wanted."""
     tiles = -(-pixels // tile)
-    each = -(-tiles // max(1, min(-(-PROGRAMS // programs), tiles // 4)))
+    each = -(-tiles // max(1, min(-(-wanted // programs), tiles // 4)))
     return -(-tiles // each), each
 
 
@@ -51,11 +58,16 @@ def split(lanes: int, channels: int, outputs: int, k: int, pixels: int) -> tuple
     return tiles, *_split(pixels, deep, tiles * lanes)
 
 
-def depthwise_split(lanes: int, channels: int, k: int, pixels: int) -> tuple[int, int, int]:
+def of_taps(channels: int) -> tuple[int, int]:
+    """Pixels and channels of a tile of which each tap of a kernel has its own sums, in registers."""
+    return 1024 // width(channels, 64), width(channels, 64)
+
+
+def depthwise_split(lanes: int, channels: int, pixels: int) -> tuple[int, int, int]:
     """The same where each channel is by itself."""
-    high, wide = flat(channels)
-    tiles = k * k * -(-channels // wide)
-    return tiles, *_split(pixels, high, tiles * lanes)
+    high, wide = of_taps(channels)
+    tiles = -(-channels // wide)
+    return tiles, *_split(pixels, high, tiles * lanes, 4 * PROGRAMS)
 
 
 NORM = 4_096  # elements of a norm's tile; of small images, which it holds as a whole, a quarter
@@ -68,3 +80,10 @@ def of_norm(pixels: int, channels: int, groups: int) -> tuple[int, int, int, int
     high = max(1, min(power(pixels), SMALL, most // deep))
     wide = min(groups & -groups, max(1, most // (high * deep)), max(1, 64 // deep))  # 128 bytes side by side
     return high, wide, deep, max(1, min(8, high * wide * deep // 512))
+
+
+def of_batch_norm(lanes: int, channels: int, pixels: int) -> tuple[int, int, int]:
+    """Tiles of channels, parts of a lane's pixels, and each part's tiles."""
+    high, wide = flat(channels)
+    tiles = -(-channels // wide)
+    return tiles, *_split(pixels, high, tiles * lanes, 4 * PROGRAMS)

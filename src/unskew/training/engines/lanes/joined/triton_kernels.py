@@ -182,26 +182,34 @@ def _depthwise_weights(
     x, g, parts, rows, each, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, Y: tl.constexpr, X: tl.constexpr,
     K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tap of some channels: taps of the same pixels run beside each other, and find them in the cache."""
-    tap = tl.program_id(0) % (K * K)
+    """All taps of some channels: the gradients of y are read once, and pixels that taps share are in the cache."""
     part = tl.program_id(1)
     lane = tl.program_id(2).to(tl.int64)
-    n = tl.program_id(0) // (K * K) * BN + tl.arange(0, BN)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     x += lane * (rows // (Y * X)) * (H * W * C)
     g += lane * rows * C
-    total = tl.zeros((BM, BN), tl.float32)
+    totals = ()
+    for _ in tl.static_range(0, K * K):
+        totals = totals + (tl.zeros((BM, BN), tl.float32),)  # noqa: RUF005 (Triton unpacks nothing)
     for number in range(0, each):
         m = (part * each + number) * BM + tl.arange(0, BM)
-        r = m // X % Y * S - P + tap // K
-        q = m % X * S - P + tap % K
-        inside = (m < rows) & (r >= 0) & (r < H) & (q >= 0) & (q < W)
-        at = ((m // (Y * X) * H + r) * W + q) * C
-        known = inside[:, None] & (n < C)[None, :]
-        slopes = tl.load(g + m[:, None] * C + n[None, :], mask=known, other=0.0)
-        pixels = tl.load(x + at[:, None] + n[None, :], mask=known, other=0.0)
-        total += slopes.to(tl.float32) * pixels.to(tl.float32)
-    at = (lane * tl.num_programs(1) + part) * (K * K * C) + tap * C + n
-    tl.store(parts + at, tl.sum(total, 0), mask=n < C)
+        here = (m < rows)[:, None] & (n < C)[None, :]
+        slopes = tl.load(g + m[:, None] * C + n[None, :], mask=here, other=0.0).to(tl.float32)
+        row = m // X % Y * S - P
+        column = m % X * S - P
+        image = m // (Y * X) * H
+        added = ()
+        for tap in tl.static_range(0, K * K):
+            r = row + tap // K
+            q = column + tap % K
+            inside = here & ((r >= 0) & (r < H) & (q >= 0) & (q < W))[:, None]
+            at = ((image + r) * W + q) * C
+            pixels = tl.load(x + at[:, None] + n[None, :], mask=inside, other=0.0)
+            added = added + (totals[tap] + slopes * pixels.to(tl.float32),)  # noqa: RUF005
+        totals = added
+    at = (lane * tl.num_programs(1) + part) * (K * K * C) + n
+    for tap in tl.static_range(0, K * K):
+        tl.store(parts + at + tap * C, tl.sum(totals[tap], 0), mask=n < C)
 
 
 @triton.jit
@@ -312,9 +320,9 @@ def depthwise_inputs(g: Tensor, w: Tensor, stride: int, padding: int, dx: Tensor
 
 def depthwise_weights(x: Tensor, g: Tensor, stride: int, padding: int, dw: Tensor) -> Tensor:
     """See `layers.depthwise_weights`."""
-    x, g, rows, tile = x.contiguous(), g.contiguous(), _pixels(g), tiling.flat(x.shape[-1])
+    x, g, rows, tile = x.contiguous(), g.contiguous(), _pixels(g), tiling.of_taps(x.shape[-1])
     lanes, k, _, channels = dw.shape
-    tiles, count, each = tiling.depthwise_split(lanes, channels, k, rows)
+    tiles, count, each = tiling.depthwise_split(lanes, channels, rows)
     parts = _parts(dw, count)
     _depthwise_weights[tiles, count, lanes](
         x, g, parts, rows, each, *_flat_sizes(x, g, k, stride, padding), *tile
