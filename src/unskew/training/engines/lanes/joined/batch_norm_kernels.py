@@ -33,22 +33,22 @@ def _pixels(part, number, rows, each, n, C: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _moments(x, means, spreads, rows, each, C: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Each part's mean, and its squares around that."""
+    """Each part's mean and squares around that, from sums around its first pixel, which is no further away than any."""
     lane, part, n, place = _places(C, BN)
     x += lane * rows * C
+    near = tl.load(x + part * each * BM * C + n, mask=n < C, other=0.0).to(tl.float32)
     total = tl.zeros((BM, BN), tl.float32)
+    squares = tl.zeros((BM, BN), tl.float32)
     for number in range(0, each):
         at, inside = _pixels(part, number, rows, each, n, C, BM)
-        total += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(total, 0) / tl.minimum(each * BM, rows - part * each * BM)
-    total = tl.zeros((BM, BN), tl.float32)
-    for number in range(0, each):
-        at, inside = _pixels(part, number, rows, each, n, C, BM)
-        beside = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]
+        beside = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - near[None, :]
         beside = tl.where(inside, beside, 0.0)
-        total += beside * beside
-    tl.store(means + place, mean, mask=n < C)
-    tl.store(spreads + place, tl.sum(total, 0), mask=n < C)
+        total += beside
+        squares += beside * beside
+    count = tl.minimum(each * BM, rows - part * each * BM)
+    away = tl.sum(total, 0) / count
+    tl.store(means + place, near + away, mask=n < C)
+    tl.store(spreads + place, tl.sum(squares, 0) - count * away * away, mask=n < C)
 
 
 @triton.jit
