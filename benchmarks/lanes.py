@@ -256,17 +256,21 @@ def measure_visits(clients: int, given: argparse.Namespace) -> None:
     federation = federate(data, iid(clients))
     print(f"{clients} clients, cut in {time.perf_counter() - began:.1f} s", flush=True)
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
-    model, visits = split(net, x[:2]), min(clients, 20_000)
-    options = {"rounds": TURNS + 1, "steps": 1, "batch": 2, "fraction": visits / clients}
+    model, visits = split(net, x[:2]), min(clients, given.cohort)
+    count = max(TURNS, given.rounds) + 1
+    options = {"rounds": count, "steps": 1, "batch": 2, "fraction": visits / clients}
     run = Training(model, federation, METHODS[given.method](), **options)
     engine = Lanes(int(given.lanes or 64), given.layout or "grouped")
     engines = (("lanes", engine.rounds([run])), ("sequential", sequential.rounds([run])))
     for name, rounds in engines if given.loop != "none" else engines[:1]:
-        times = [last.seconds for _, last in itertools.islice(rounds, TURNS + 1 if name == "lanes" else 2)][1:]
-        rates = sorted(visits / seconds for seconds in times)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        times, memory = [], []
+        for _, last in itertools.islice(rounds, count if name == "lanes" else 2):
+            times.append(last.seconds)
+            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        rates = sorted(visits / seconds for seconds in times[1:])
         print(f"  {name:10} {statistics.median(rates):9,.0f} visits/s ({rates[0]:,.0f} to {rates[-1]:,.0f}, "
-              f"n = {len(rates)}), {memory:.2f} GiB on the host", flush=True)  # fmt: skip
+              f"n = {len(rates)}), {memory[0]:.2f} GiB on the host after a round, {memory[-1]:.2f} after all",
+              flush=True)  # fmt: skip
 
 
 def main() -> None:
@@ -293,6 +297,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--clients", default="10,100,1000,10000", help="numbers of clients, in clients and visits")
+    parser.add_argument("--cohort", type=int, default=20_000, help="clients of a round, in visits")
     parser.add_argument("--total", type=int, default=100_000, help="client-steps of a round, in clients")
     parser.add_argument("--repeat", type=int, default=100)
     parser.add_argument("--turn", type=Path, help="a file: processes that are given the same one measure in turns")

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from helpers.commands import ENVIRONMENT, blobs, lines, result_of, snapshot, tiny, unskew
-from unskew import Experiment, __version__
+from unskew import Experiment, __version__, run
 from unskew.cli import run as cli
 from unskew.experiments.folder import stored
 from unskew.files.writing import read
@@ -573,3 +573,13 @@ def test_bad_cuts_are_refused(data, here) -> None:
         assert answer.code == 2
         assert words in answer.err
     assert os.listdir(here) == []
+
+
+def test_a_run_begins_with_its_engine_and_on_a_gpu_with_its_precision(here):
+    start = next(run(Experiment(rounds=1, epochs=1, scale=0.2, calibrate="none"), here / "r"))
+    assert re.fullmatch(r"engine: \w+ \(not measured: [^)]+\)", cli.begun(start))
+    given = replace(start.experiment, device="cuda:0", engine="lanes", data="digits")
+    on_gpu = replace(start, picked=None, experiment=given)
+    assert cli.begun(on_gpu).startswith("precision: float32 (--engine lanes --precision bfloat16 is")
+    assert cli.begun(replace(on_gpu, experiment=replace(given, precision="tf32"))) == "precision: tf32"
+    assert cli.begun(replace(start, picked=None)) == ""
