@@ -10,7 +10,8 @@ stopped.
 
 --trained takes the FedAvg runs of a folder of `unskew sweep` or `unskew table` instead of training. An alpha can be
 "iid". Below the table stand the share of the oracle's gain that each head recovers, and the cells in which it falls
-below the model as it was trained.
+below the model as it was trained. "validated" is the better of the model and plain FFC, as the clients find on a fifth
+of their examples. --forecast then tells how well moments foretell the gains of all cells in --out.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from unskew import Experiment, load_model, run
+from unskew import Experiment, in_process, load_model, run, serve, talk
 from unskew.calibration.calibrator import with_classifier
 from unskew.calibration.forecast import expected_accuracies
 from unskew.calibration.retraining import oracle
@@ -59,11 +60,13 @@ HEADS = {
         ],
         "class": ["ccvr", "ccvr:transform=relu-tukey:0.5"],
     },
+    "numbers": {"pooled": [f"{FOURIER}:{number}:0:0.7" for number in (250, 500, 1000, 2000, 4000)]},
     "widths": {"pooled": [f"{FOURIER}:500:0:{scale}" for scale in (0.1, 0.35, 0.7, 1.4, 2.8)]},
 }  # fmt: skip
 
 
-FORECAST = ("ffc:choose=true", "ccvr")  # heads whose gain is forecast
+VALIDATED = "ffc:choose=true"
+FORECAST = {"ffc:choose=true": "pooled/ffc:choose=true", "ccvr": "class/ccvr"}  # heads whose gain is forecast
 
 
 def experiment(args, alpha, cut):
@@ -105,7 +108,7 @@ def accuracies(args, alpha, cut):
     kept = Path(args.out) / folder.name / "heads.json"
     found = json.loads(kept.read_text()) if kept.exists() else {}
     wanted = {f"{form}/{spec}": (form, spec) for form, specs in HEADS[args.heads].items() for spec in specs}
-    if set(found) >= {*wanted, "old", "oracle"}:
+    if set(found) >= {*wanted, "old", "oracle", "validated", "expected"}:
         return found
     if not args.trained:
         list(run(told, folder, resume=True))
@@ -134,19 +137,31 @@ def accuracies(args, alpha, cut):
             found[name] = accuracy(maker(added(sites), linear(model.classifier), draw, None, sites))
             found[f"bytes of {name}"] = max(map(size_of, sites))
         kept.write_text(json.dumps(found))
+    if "validated" not in found:
+        found["validated"] = accuracy(validated(cut_off, clients).classifier)
     if "expected" not in found:
-        found["cell"] = [Path(told.data).stem, told.schedule, alpha, cut]
+        found["data"], found["chosen"] = Path(told.data).stem, cut < args.choose
         found["expected"] = expected(statistics_of("class", "identity"), model.classifier)
         kept.write_text(json.dumps(found))
     return found
 
 
+def validated(model, clients):
+    """The model with the head of `VALIDATED` or its own, whichever the clients find better on a fifth of their examples
+    that the head was not made from.
+    """
+    sites = {f"site {number}": [site] for number, site in enumerate(clients)}
+    return talk(serve(model, sites, calibrator=VALIDATED), in_process(model, sites)).model
+
+
 def expected(sites, old):
-    """The accuracies that moments of two forms let expect of the old head and of two new ones."""
+    """The accuracies of the old head and of new ones among Gaussians: each class's, or all with one covariance."""
     total, draw = added(sites), torch.Generator().manual_seed(0)
     makers = {name: calibrator_of(name, "class") for name in FORECAST}
     heads = {"old": linear(old)} | {name: maker(total, old, draw) for name, maker in makers.items()}
-    told = {form: expected_accuracies(total.reduced(form), list(heads.values())) for form in ("class", "pooled")}
+    share = (total.count - 1).clamp(min=0) / total.count.sum()
+    alike = replace(total, scatter=share[:, None] * total.scatter.sum(0))
+    told = {form: expected_accuracies(of, list(heads.values())) for form, of in (("class", total), ("pooled", alike))}
     return {form: dict(zip(heads, values, strict=True)) for form, values in told.items()}
 
 
@@ -168,7 +183,10 @@ def main():
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--trained", help="a folder of `unskew sweep` or `unskew table`")
     parser.add_argument("--out", default="runs/calibrators")
+    parser.add_argument("--forecast", action="store_true", help="how well moments tell the gains of all cells in --out")
     args = parser.parse_args()
+    if args.forecast:
+        return _forecasts([json.loads(file.read_text()) for file in Path(args.out).glob("*/heads.json")])
     if args.threads:
         torch.set_num_threads(args.threads)
     alphas = [alpha if alpha == "iid" else float(alpha) for alpha in args.alphas.split(",")]
@@ -177,7 +195,7 @@ def main():
     training = f"trained in {args.trained}" if args.trained else f"{args.rounds} rounds of {args.epochs} epochs"
     print(f"{args.data or ''} {training}, {args.schedule} rate, torch {torch.__version__}; chosen on cuts "
           f"{list(choosing)}, accuracy in % on cuts {list(reporting)}, mean ± standard deviation")  # fmt: skip
-    names = {"": ["old"], **HEADS[args.heads], " ": ["oracle"]}
+    names = {"": ["old"], **HEADS[args.heads], " ": ["validated", "oracle"]}
     _accuracies(found, names, alphas, choosing, reporting)
     _gains(found, names, [(alpha, cut) for alpha in alphas for cut in reporting])
 
@@ -226,6 +244,43 @@ def _gains(found, names, cells):
         print(
             f"| {form} | {spec} | {part:.2f} | {above} of {len(cells)} | {min(own.values()):+.2f} | {lost or 'none'} |"
         )
+
+
+def _forecasts(cells):
+    """How well the gain among Gaussians tells the real one: its share, fitted to the cells for choosing, and the error
+    on the others; the same fitted to other data sets only.
+    """
+    cells = [cell for cell in cells if "expected" in cell]
+    names = sorted({cell["data"] for cell in cells})
+    head = [
+        "head",
+        "Gaussians with",
+        "share",
+        "error (points)",
+        *(f"error on {name}, fitted to others" for name in names),
+    ]
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+    for name, measured in FORECAST.items():
+        for form, told in (("class", "their own covariances"), ("pooled", "one covariance")):
+
+            def gain(cell, form=form, name=name, measured=measured):
+                among = cell["expected"][form]
+                return 100 * (among[name] - among["old"]), 100 * (cell[measured] - cell["old"])
+
+            def error(of, others, gain=gain):
+                return _fitted([gain(cell) for cell in of], [gain(cell) for cell in others])
+
+            share, whole = error([c for c in cells if c["chosen"]], [c for c in cells if not c["chosen"]])
+            apart = [
+                error([c for c in cells if c["data"] != n], [c for c in cells if c["data"] == n])[1] for n in names
+            ]
+            print(f"| {name} | {told} | {share:.2f} | {whole:.2f} | " + " | ".join(f"{e:.2f}" for e in apart) + " |")
+
+
+def _fitted(some, others):
+    """The share of the expected gain that fits best, and the root mean square of what it misses elsewhere."""
+    share = sum(x * y for x, y in some) / sum(x * x for x, _ in some)
+    return share, statistics.mean((y - share * x) ** 2 for x, y in others) ** 0.5
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_the_default_scale_suits_unit_norm_features_anywhere(shift, caplog):
     z, y = data(400, 30)
     z = z - z.mean(0) + shift
     far = (2 * (1 - F.normalize(z).mean(0).square().sum())).sqrt()  # root mean squared distance of two features
-    assert SCALE <= 1 / float(far)
+    assert 1 / float(far) >= SCALE
     assert not told(z, y, "unit+fourier:300:0", caplog)
 
 
