@@ -25,7 +25,7 @@ import torch
 
 from unskew import Experiment, in_process, load_model, run, serve, talk
 from unskew.calibration.calibrator import with_classifier
-from unskew.calibration.forecast import expected_accuracies
+from unskew.calibration.foresight import expected_accuracies
 from unskew.calibration.retraining import oracle
 from unskew.calibration.selection import calibrator_of, calibrators
 from unskew.experiments.resolve import data_of, federation_of
@@ -239,7 +239,7 @@ def _gains(found, names, cells):
         part = sum(own.values()) / sum(best.values())
         above = sum(own[cell] >= best[cell] - 1e-9 for cell in cells)
         lost = ", ".join(f"{alpha} cut {cut} ({own[alpha, cut]:.2f})" for alpha, cut in cells
-                         if own[alpha, cut] < -FALLS)  # fmt: skip
+                         if own[alpha, cut] < -FALLS - 1e-9)  # fmt: skip
         form = name.removesuffix(spec).strip("/")
         print(
             f"| {form} | {spec} | {part:.2f} | {above} of {len(cells)} | {min(own.values()):+.2f} | {lost or 'none'} |"

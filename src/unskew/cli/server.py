@@ -257,7 +257,7 @@ def _propose(path: Path, wish: Wish, opened: Opened, gathered: Gathered, asked: 
 def _write(wish: Wish, sent: SiteFiles, opened: Opened, plan: HeadPlan, gathered: Gathered) -> None:
     """Write the model with its new head, or with the best of those that the sites have scored."""
     from unskew.calibration.calibrator import with_classifier
-    from unskew.calibration.forecast import forecast
+    from unskew.calibration.foresight import forecast
     from unskew.calibration.selection import calibrator_of, named
     from unskew.conversation.calibrating import make_head
     from unskew.conversation.heads_file import OLD

@@ -9,7 +9,7 @@ from torch import nn
 
 from helpers.features import data, old, parts
 from unskew.calibration.calibrator import behind
-from unskew.calibration.forecast import ERROR, SHARE, expected_accuracies, forecast
+from unskew.calibration.foresight import ERROR, SHARE, expected_accuracies, forecast
 from unskew.calibration.ridge import ffc
 from unskew.errors import UsageError
 from unskew.models.networks import linear_of

@@ -60,7 +60,7 @@ def expected_accuracies(stats: FeatureStats, heads: Sequence[nn.Linear]) -> list
 
     >>> stats = unskew.FeatureStats.of(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), torch.tensor([0, 0, 1, 1]), 2)
     >>> expected_accuracies(stats, [unskew.ffc()(stats, nn.Linear(1, 2), torch.Generator())])
-    [0.99975]
+    [0.9975]
     """
     if stats.form != "class":
         raise UsageError(f"stats are of form {stats.form!r}: accuracies are expected from the form 'class' alone")
