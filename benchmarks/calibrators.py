@@ -142,7 +142,7 @@ def accuracies(args, alpha, cut):
     if "expected" not in found:
         found["data"], found["chosen"] = Path(told.data).stem, cut < args.choose
         found["expected"] = expected(statistics_of("class", "identity"), model.classifier)
-        kept.write_text(json.dumps(found))
+    kept.write_text(json.dumps(found))
     return found
 
 
