@@ -40,6 +40,7 @@ STATISTICS, DOUBTS = "statistics/test_statistics.py", "statistics/test_doubts.py
 SCRUTINY = "statistics/test_scrutiny.py"
 HEADS, RIDGE = "calibration/test_heads.py", "calibration/test_ridge.py"
 SELECTION = "calibration/test_selection.py"
+FORESIGHT, SCALES = "calibration/test_foresight.py", "calibration/test_random_features.py"
 ENGINE = "training/test_engine.py"
 ANSWERS, TASKS = "conversation/test_answers.py", "conversation/test_tasks.py"
 AGREEMENT = "conversation/test_agreement.py"
@@ -47,6 +48,12 @@ STREAMS, IDENTITY = "files/test_streams.py files/test_seals.py", "statistics/tes
 FILES = "statistics/test_statistics_file.py"
 
 MUTANTS = [
+    # ------------------------------------------------------------------------------------------ forecasts, scales
+    Mutant("calibration", "SHARE * 100 * (after - before)", "100 * (after - before)", FORESIGHT),
+    Mutant("calibration", "vectors * values.clamp(min=0).sqrt()", "vectors * values.clamp(min=0)", FORESIGHT),
+    Mutant("calibration", "scale / math.sqrt(-2 * math.log(max(alike, 1e-9)))", "scale / 9", SCALES),
+    Mutant("calibration", "(stats.count @ stats.mean / stats.count.sum()).square()", "stats.mean.mean(0).square()",
+           SCALES),
     # ------------------------------------------------------------------------------------------ moments
     Mutant("statistics", "+= squares.add_(outer(joint, self.form))", "+= squares", STATISTICS),
     Mutant("statistics", "return matrix.div_(count - 1)", "return matrix.div_(count)", STATISTICS),

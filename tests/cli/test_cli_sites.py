@@ -91,6 +91,19 @@ def accuracy(weights, *options):
     return json.loads(answer.out)["model"]["accuracy"]
 
 
+def test_the_gain_is_forecast_where_class_moments_tell_it(work):
+    files = collected("--form", "class")
+    made = ("calibrate", *MODEL, "--stats", *files, "--out", "better.safetensors", "--force", "--calibrator")
+    answer = unskew(*made, "ccvr:samples=200")
+    assert answer.code == 0, answer.err
+    told = float(answer.out.partition("Expected, from the moments: ")[2].partition(" points of accuracy")[0])
+    assert told == pytest.approx(100 * (accuracy("better.safetensors") - accuracy("global.safetensors")), abs=25)
+    for other in (("ccvr:samples=200", "--prior", "uniform"), ("ffc",), ("gnb",)):
+        answer = unskew(*made, *other)
+        assert answer.code == 0, answer.err
+        assert "Expected" not in answer.out
+
+
 def test_the_exchange_from_end_to_end(work):
     files = collected()
     answer = unskew("calibrate", *MODEL, "--stats", *files, "--out", "better.safetensors")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from unskew.statistics.moments import FeatureStats
 
 log = logging.getLogger(__name__)
 NEVER = 1e4  # what the logit of a class that nobody has lies below the others by
+APART = 0.1  # of 1: how alike two examples are to random features, below which the scale of those is too large
 
 
 class Material(NamedTuple):
@@ -112,6 +114,7 @@ class Calibrator:
         if width != old.in_features or front_of(classifier) not in ("identity", self.front):
             # the old one works on other features than the new one will: nothing of it can stay
             old = linear_of(old.weight.new_zeros(old.out_features, width), None if old.bias is None else old.bias * 0)
+        _check_scale(stats)
         made = self.fit(Material(stats, old, generator, prior, features, sites))
         silence(linear(made), (stats.count == 0) if prior is None else (prior == 0))
         if not all(torch.isfinite(value).all() for value in made.parameters()):
@@ -125,6 +128,25 @@ class Calibrator:
         if self.needs_bias and plain(classifier).bias is None:
             others = named(lambda other: not other.needs_bias)
             raise UsageError(f"the model's classifier has no bias, which {self.name} needs: choose {others}")
+
+
+def _check_scale(stats: FeatureStats) -> None:
+    """Say so where the scale of random features is too large: hardly any example is then like another one.
+
+    Their product phi(z)' phi(z') is about exp(-scale^2 ||z - z'||^2 / 2), between 0 and 1. So the squared length of
+    their mean is the mean of that over all pairs of examples, and first moments tell which scale would suit.
+    """
+    steps = Transform(stats.transform).steps
+    if not steps or steps[-1][0] != "fourier":
+        return
+    scale = steps[-1][1][2]
+    alike = float((stats.count @ stats.mean / stats.count.sum()).square().sum())
+    if alike < APART:
+        suits = scale / math.sqrt(-2 * math.log(max(alike, 1e-9)))
+        log.warning(
+            "the scale %g of the random features is too large, two examples are %.2g alike in the mean, and heads lose "
+            "where that is below %g: collect again with a scale of %.1g or less", scale, alike, APART, suits,
+        )  # fmt: skip
 
 
 def plain(classifier: nn.Module) -> nn.Linear:

@@ -257,6 +257,7 @@ def _propose(path: Path, wish: Wish, opened: Opened, gathered: Gathered, asked: 
 def _write(wish: Wish, sent: SiteFiles, opened: Opened, plan: HeadPlan, gathered: Gathered) -> None:
     """Write the model with its new head, or with the best of those that the sites have scored."""
     from unskew.calibration.calibrator import with_classifier
+    from unskew.calibration.foresight import forecast
     from unskew.calibration.selection import calibrator_of, named
     from unskew.conversation.calibrating import make_head
     from unskew.conversation.heads_file import OLD
@@ -285,6 +286,9 @@ def _write(wish: Wish, sent: SiteFiles, opened: Opened, plan: HeadPlan, gathered
         sure = named(lambda calibrator: calibrator.likely)
         note(f"the logits of {name} rank the classes, but are no log-probabilities: for confidences choose {sure}")
     if not wish.heads:
+        gain = None if opened.fresh or gathered.prior is not None else forecast(stats, model.classifier, new)
+        if gain is not None:
+            show(f"Expected, from the moments: {gain}.")
         doubt = "this head" if opened.fresh else "that this head is better than the old one"
         show(f"Unverified: no site has checked {doubt}; --propose and --validate do.")
 

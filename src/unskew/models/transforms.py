@@ -3,7 +3,9 @@
 A transform is written as a string, since it travels in files: "identity"; "unit" (z / ||z||, SphereFed's hypersphere);
 "relu"; "relu-tukey:0.5" (CCVR 5.1: ReLU, then Tukey's power z^0.5); "squares" (z and z^2 beside each other, under which
 a Gaussian with variances of its own for each class is a linear classifier); "fourier:1000:7" (1,000 random Fourier
-features of seed 7, as Fed3R puts before its ridge regression). They are chained by a plus: "unit+fourier:1000:7".
+features of seed 7, as Fed3R puts before its ridge regression). They are chained by a plus: "unit+fourier:1000:7". After
+"unit" the scale of random features needs no guess: two features are never farther apart, in the mean square, than the
+root of 2, so the default suits all, and smaller ones do as well.
 `Transform` is the module of it, so that a calibrated model needs nothing else. Tukey's power of a negative number is
 not a number, hence it never comes without ReLU.
 """
@@ -26,6 +28,7 @@ EXAMPLES = (
     "'identity', 'unit', 'relu', 'relu-tukey:0.5' (any power above 0), 'squares', 'fourier:1000:7' (features and seed; "
     "and a scale, as in 'fourier:1000:7:0.5'), or several as in 'unit+fourier:1000:7'"
 )
+SCALE = 0.7  # of random features, by default: 1 / (root mean squared distance) of unit-norm features, at the least
 
 
 class Transform(nn.Module):
@@ -118,7 +121,7 @@ def _parsed(name: str, step: str) -> tuple[str, Numbers]:
         raise UsageError(f"transform {name!r}: {wrong[0]!r} is not a number; allowed are {EXAMPLES}")
     numbers = tuple(map(float, given))
     if kind == "fourier":
-        numbers = (*numbers, 1.0)[:3]
+        numbers = (*numbers, SCALE)[:3]
         count, seed, scale = numbers
         fits = count == int(count) and 1 <= count <= 1e6 and seed == int(seed) and 0 <= seed < 2**32
         fits = fits and 0 < scale < 1e6
