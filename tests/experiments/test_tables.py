@@ -412,6 +412,11 @@ def test_the_command_sweep(plain, tmp_path):
     folder = tmp_path / "runs/sweeps/mine"
     assert {path.suffix for path in folder.glob("mine.*")} == {".md", ".csv", ".tex", ".svg", ".jsonl"}
     assert re.search(r"\| fedavg \+ ffc \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|", answer.out)
+    more_heads = text.replace("'ffc'", "'ffc,lda'") + "alpha = [1.0, 10.0]\nseed = [0, 1]\ncolumns = 'alpha'\n"
+    (tmp_path / "mine.toml").write_text(more_heads)
+    dry = unskew("sweep", "mine.toml", "--dry-run")
+    assert "0 of 4 trainings are missing" in dry.out
+    assert "4 lack calibrations only: their models are in runs/sweeps/mine" in dry.out
     (tmp_path / "mine.toml").write_text(text + "alpha = [1.0, 10.0]\nseed = [0, 1, 2]\ncolumns = 'alpha'\n")
     more = unskew("sweep", "mine.toml", "--jobs", 1, "--json")
     assert [json.loads(line)["experiment"]["seed"] for line in more.out.splitlines()] == [2, 2]
@@ -452,6 +457,7 @@ def test_the_command_table(small, tmp_path):
     text = page.read_text()
     assert re.search(r"\| FedAvg \| [\d.]+ ± [\d.]+ \| [\d.]+ ± [\d.]+ \|", text)
     assert "| Wild | diverged | diverged |" in text
+    assert re.search(r"\| Wild .*\| diverged", text.partition("## ")[2])  # among what is gained, too
     assert "`unskew table small`" in text
     assert "run 6 of 6" in answer.err
     page.write_text(text + "By hand.\n")

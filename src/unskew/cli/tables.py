@@ -253,7 +253,7 @@ def fill_table(
     if tune:
         table = _tuned(table, part(table), rates, base, out, jobs, command, dry_run, show_only)
     if dry_run:
-        _say_cost(part(table), ledger)
+        _say_cost(part(table), ledger, out)
         return
     fill(command, table, base, ledger, out, jobs, part(table), show_only=show_only)
 
@@ -278,19 +278,23 @@ def _tuned(
     found = page.with_stem(f"{page.stem}-rates")
     if dry_run:
         show("To choose the learning rates:")
-        _say_cost(searched, found.with_suffix(".jsonl"))
+        _say_cost(searched, found.with_suffix(".jsonl"), out)
         return table
     fill(command, searched, found, found.with_suffix(".jsonl"), out, jobs, show_only=show_only)
     return tuning.tuned(table, searched, ledger.read(found.with_suffix(".jsonl")))
 
 
-def _say_cost(table: Table, ledger: Path) -> None:
+def _say_cost(table: Table, ledger: Path, out: Path) -> None:
     """Say what is missing of a table and what that will take."""
-    from unskew.experiments.filling import missing
+    from unskew.experiments.filling import missing, trained
     from unskew.experiments.tuning import cost
 
-    todo, total = missing(table, ledger), len(table.experiments())
+    lacking, total = missing(table, ledger), len(table.experiments())
+    there = trained(lacking, out)
+    todo = [run for run in lacking if run not in there]
     show(f"{len(todo)} of {total} trainings are missing in {ledger}")
+    if there:
+        show(f"{len(there)} lack calibrations only: their models are in {out}")
     if todo:
         made = cost(todo)
         show(f"{made.client_steps:,} client-steps; {made.bytes / 1e9:,.1f} GB to and from clients; about "
@@ -326,7 +330,7 @@ def run_sweep(
     page = _page(write) if write else out / f"{file.stem}.md"
     check_free([page], True, {"FILE": file})
     if dry_run:
-        _say_cost(table, page.with_suffix(".jsonl"))
+        _say_cost(table, page.with_suffix(".jsonl"), out)
         return
     fill(f"unskew sweep {_quoted(file.name)}", table, page, page.with_suffix(".jsonl"), out, jobs, as_json=as_json,
          show_only=show_only)  # fmt: skip

@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +38,13 @@ def missing(table: Table, ledger: Path) -> list[Experiment]:
     """What is to be run yet."""
     held = read(ledger)
     return [run for run in table.experiments() if run.training not in held or held[run.training].lacks(run)]
+
+
+def trained(runs: Iterable[Experiment], out: Path) -> list[Experiment]:
+    """Those whose models lie in folders of `out`: they are calibrated further, and not trained again."""
+    from unskew.experiments.folder import finished
+
+    return [run for run in runs if finished(_folder(out, run))]
 
 
 def filled(table: Table, out: Path, ledger: Path, jobs: int = 1, usage: Usage | None = None) -> Iterator[Result]:

@@ -57,20 +57,23 @@ class Measured(NamedTuple):
 def measured(cell: Cell, results: Results) -> Measured:
     """What was measured of a cell; nothing where its runs are missing, or one has diverged."""
     found: dict[Pair, float] = {}
-    for run in cell.runs:
+    for run in cell.runs if not diverged(cell, results) else ():
         result = results.get(run.training)
-        if result is not None and result.diverged:
-            return Measured({})
         values = {} if result is None else result.personal if cell.personal else result.accuracies
         if cell.shows in values:
             found[run.seed, run.cut_seed] = 100 * values[cell.shows]
     return Measured(found)
 
 
+def diverged(cell: Cell, results: Results) -> bool:
+    """Whether one of a cell's runs has diverged."""
+    return any(run.training in results and results[run.training].diverged for run in cell.runs)
+
+
 def said(cell: Cell, results: Results, digits: int = 1) -> str:
     """What was measured of a cell, in words."""
     made = measured(cell, results)
-    if any(run.training in results and results[run.training].diverged for run in cell.runs):
+    if diverged(cell, results):
         return "diverged"
     if not made.values:
         return "not run"
@@ -98,6 +101,7 @@ class Difference(NamedTuple):
     cell: Cell
     other: Cell
     paired: Measured
+    diverged: bool  # one of the two
 
     @property
     def printed(self) -> float | None:
@@ -108,7 +112,7 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         if not self.paired.values:
-            return "not run"
+            return "diverged" if self.diverged else "not run"
         text = _signed(self.paired.mean)
         if self.paired.interval is not None:
             text += " [{}, {}]".format(*map(_signed, self.paired.interval))
@@ -142,7 +146,12 @@ def against_reference(table: Table, results: Results) -> list[Difference]:
 
 def _differences(pairs: list[tuple[Cell, Cell | None]], results: Results) -> list[Difference]:
     return [
-        Difference(cell, other, measured(cell, results).against(measured(other, results)))
+        Difference(
+            cell,
+            other,
+            measured(cell, results).against(measured(other, results)),
+            diverged(cell, results) or diverged(other, results),
+        )
         for cell, other in pairs
         if other is not None
     ]
