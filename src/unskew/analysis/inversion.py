@@ -23,6 +23,7 @@ class Audit(NamedTuple):
     """What was found from the means of n features each, beside what was averaged."""
 
     n: int
+    behind: Tensor  # (attempts, n) the images whose features were averaged, by their places
     found: Tensor  # (attempts, channels, height, width), as the network takes images
     similarity: float  # mean over attempts of the largest correlation with one of the n true images
     chance: float  # the same with as many other images of the class, which were not averaged
@@ -107,5 +108,5 @@ def privacy_audit(
                 for image, rows in zip(images, chosen, strict=True)) / attempts
             for part in (slice(0, n), slice(most, most + n))
         )  # fmt: skip
-        found.append(Audit(n, images, true, other))
+        found.append(Audit(n, torch.stack(chosen)[:, :n], images, true, other))
     return found

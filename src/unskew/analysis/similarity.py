@@ -43,14 +43,14 @@ class Similarities:
         self.count = 0
         self.origins: list[Tensor] = []  # the first batch's means: what is summed lies around zero
         self.sums: list[Tensor] = []  # (d_k,) of each model
-        self.products: list[list[Tensor]] = []  # [i][j - i]: (d_i, d_j) for all j from i on
+        self.products: list[Tensor] = []  # [i]: (d_i, the widths of all models from i on), side by side
 
     def add(self, features: Sequence[Tensor]) -> None:
         """Add what each model makes, (n, d_k), of the same n examples."""
         if self.count == 0:
             self.origins = [z.mean(0) for z in features]
             self.sums = [torch.zeros_like(z[0]) for z in features]
-            self.products = [[z.new_zeros(z.shape[1], y.shape[1]) for y in features[i:]]
+            self.products = [z.new_zeros(z.shape[1], sum(y.shape[1] for y in features[i:]))
                              for i, z in enumerate(features)]  # fmt: skip
         widths = [len(origin) for origin in self.origins]
         found = [tuple(z.shape) for z in features]
@@ -58,17 +58,17 @@ class Similarities:
             raise UsageError(f"features have shapes {found}, not the widths {widths}, or not the same examples")
         self.count += len(features[0])
         moved = [z - origin for z, origin in zip(features, self.origins, strict=True)]
-        for i, z in enumerate(moved):
-            self.sums[i] += z.sum(0)
-            for product, y in zip(self.products[i], moved[i:], strict=True):
-                product.addmm_(z.T, y)
+        every = torch.cat(moved, 1)  # one large product is several times as fast as many small ones
+        for z, total, product in zip(moved, self.sums, self.products, strict=True):
+            total += z.sum(0)
+            product.addmm_(z.T, every[:, -product.shape[1] :])
 
     def matrix(self) -> Tensor:
         """CKA of each pair of models, (K, K) float64; NaN where a model's features do not vary."""
         models = len(self.products)
         squares = torch.zeros(models, models, dtype=torch.float64)
         for i, row in enumerate(self.products):
-            for j, product in enumerate(row, i):
+            for j, product in enumerate(row.split([len(total) for total in self.sums[i:]], 1), i):
                 centred = product - torch.outer(self.sums[i], self.sums[j]) / self.count
                 squares[i, j] = squares[j, i] = centred.double().square().sum()
         scale = squares.diagonal().sqrt()
