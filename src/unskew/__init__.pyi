@@ -12,6 +12,7 @@ from unskew.analysis.compute import (
     step_cost as step_cost,
 )
 from unskew.analysis.embedding import tsne as tsne
+from unskew.analysis.forecast import expected_accuracies as expected_accuracies
 from unskew.analysis.inversion import invert as invert, privacy_audit as privacy_audit
 from unskew.analysis.separability import mean_distance as mean_distance, sliced_wasserstein as sliced_wasserstein
 from unskew.analysis.similarity import (
@@ -109,6 +110,9 @@ from unskew.models.variants import (
     spherical as spherical,
     unit_features as unit_features,
 )
+from unskew.report.of_run import write_report as write_report
+from unskew.report.of_sites import write_sites_report as write_sites_report
+from unskew.report.papers import write_figure as write_figure
 from unskew.statistics.collecting import collect as collect
 from unskew.statistics.doubts import doubts_about as doubts_about
 from unskew.statistics.moments import FeatureStats as FeatureStats
