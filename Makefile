@@ -8,7 +8,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 # Many tests start processes, which would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-all checks tests test-exhaustive test-models test-flower test-adversary bench docs format mutants golden wheel clean
+.PHONY: help demo test test-all checks tests test-exhaustive test-models test-flower test-browser test-adversary bench docs format mutants golden wheel clean
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
@@ -22,6 +22,7 @@ test-all: checks  ## the same, with longer tests and more cases, foreign models,
 	$(MAKE) --no-print-directory -j 2 tests wheel
 	$(MAKE) --no-print-directory test-models
 	$(MAKE) --no-print-directory test-flower
+	$(MAKE) --no-print-directory test-browser
 
 checks: $(VENV)/.developing
 	$(BIN)/ruff format --check .
@@ -38,16 +39,22 @@ test-exhaustive: $(VENV)/.developing  ## all cases of all products: a quarter of
 test-adversary: $(VENV)/.developing  ## 20,000 mutated files, lying sites, 200 kills; figures to docs/explanation/promises.md: 20 minutes
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m adversary --mutants 20000 --kills 200 --out $(CURDIR)/docs/explanation/promises.md
 
-test-models: build/models/.installed  ## what needs torchvision, timm, transformers or pyarrow, in an environment of its own
-	build/models/bin/python -m pytest $(TESTS) -m "not exhaustive" tests/models/test_zoo.py tests/models/test_foreign.py tests/models/test_foreign_preparation.py tests/data/test_images.py tests/data/test_sites.py
+test-models: build/models/.installed  ## what needs torchvision, timm, transformers, pyarrow, TensorBoard or MLflow, in an environment of its own
+	build/models/bin/python -m pytest $(TESTS) -m "not exhaustive" tests/models/test_zoo.py tests/models/test_foreign.py tests/models/test_foreign_preparation.py tests/data/test_images.py tests/data/test_sites.py tests/report/test_trackers.py
 
 build/models/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/models
-	build/models/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,models,parquet]'
+	build/models/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,models,parquet,log]'
 	@touch $@
 
 test-flower: build/flower/.installed  ## the app on Flower: simulation, deployments on loopback, lost and lying sites: 15 minutes
 	build/flower/bin/python -m pytest -m "not exhaustive" tests/flower
+
+test-browser: $(VENV)/.developing  ## the demo's report in headless Chromium, which is found or installed: a minute
+	@PYTHONPATH=tests $(BIN)/python -c 'import sys; from helpers.browser import chromium; sys.exit(not chromium())' || \
+		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
+		{ echo "Chromium is not here and could not be installed: install it, or name one by UNSKEW_CHROMIUM"; exit 1; }
+	$(BIN)/python -m pytest -m "not exhaustive" tests/report/test_browser.py
 
 build/flower/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/flower

@@ -1,5 +1,26 @@
 """The public names of Unskew, each with its home. `unskew/__init__.py` reads this file; names are written here only."""
 
+from unskew.analysis.classifiers import (
+    class_norms as class_norms,
+    direction_alignment as direction_alignment,
+    norm_difference as norm_difference,
+)
+from unskew.analysis.compute import (
+    classifier_flops as classifier_flops,
+    forward_flops as forward_flops,
+    moments_flops as moments_flops,
+    step_cost as step_cost,
+)
+from unskew.analysis.embedding import tsne as tsne
+from unskew.analysis.forecast import expected_accuracies as expected_accuracies
+from unskew.analysis.inversion import invert as invert, privacy_audit as privacy_audit
+from unskew.analysis.separability import mean_distance as mean_distance, sliced_wasserstein as sliced_wasserstein
+from unskew.analysis.similarity import (
+    Similarities as Similarities,
+    cka as cka,
+    layer_similarities as layer_similarities,
+    mean_similarity as mean_similarity,
+)
 from unskew.calibration.calibrator import Calibrator as Calibrator
 from unskew.calibration.discriminants import fedcof as fedcof, gnb as gnb, lda as lda, ncm as ncm
 from unskew.calibration.estimator import CalibratedHead as CalibratedHead
@@ -89,6 +110,9 @@ from unskew.models.variants import (
     spherical as spherical,
     unit_features as unit_features,
 )
+from unskew.report.of_run import write_report as write_report
+from unskew.report.of_sites import write_sites_report as write_sites_report
+from unskew.report.papers import write_figure as write_figure
 from unskew.statistics.collecting import collect as collect
 from unskew.statistics.doubts import doubts_about as doubts_about
 from unskew.statistics.moments import FeatureStats as FeatureStats

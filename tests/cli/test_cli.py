@@ -332,7 +332,8 @@ def test_the_demo_shows_what_calibration_does(small_demo, here) -> None:
     assert [line.split()[0] for line in answer.out.splitlines() if "→" in line] == ["ccvr", "ffc", "oracle"]
     assert "fedavg over 3 clients reached" in answer.out
     made = [f"calibrated-{name}.safetensors" for name in ("ccvr", "ffc", "oracle")]
-    assert names(here / "runs" / "demo") == made + FILES
+    assert names(here / "runs" / "demo") == sorted([*made, *FILES, "report", "report.html"])
+    assert "runs/demo/report.html: the report; its" in answer.out
     assert re.search("calibrated: oracle .* 2/2 .* accuracy", answer.err)
 
 
@@ -345,6 +346,8 @@ def test_a_demo_replaces_a_demo(small_demo, here) -> None:
     assert unskew("demo", "--out", "mine", "--seed", 1).code == 0
     first = result_of(here / "mine")
     (here / "mine" / "labels.png").touch()
+    (here / "mine" / "report").mkdir()
+    (here / "mine" / "report" / "labels.svg").touch()
     assert unskew("demo", "--out", "mine", "--seed", 2).code == 0
     assert result_of(here / "mine") != first
     assert not (here / "mine" / "labels.png").exists()

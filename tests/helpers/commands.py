@@ -47,14 +47,14 @@ class Terminal(io.StringIO):
 
 def unskew(*arguments: Any, plots: bool = False, columns: int | None = None) -> Answer:
     """Run a command in this process, in a terminal of some `columns` or, without them, in a pipe; plots take time, so a
-    run makes none unless they are asked for.
+    run, a demo and a trial make none, and no report, unless they are asked for.
     """
     out, err = Terminal() if columns else io.StringIO(), io.StringIO()
     code: Any = None
     with (
         mock.patch.object(sys, "argv", ["unskew", *map(str, arguments)]),
         mock.patch.dict(os.environ, {"COLUMNS": str(columns)} if columns else {}),
-        contextlib.nullcontext() if plots else mock.patch("unskew.cli.plots.run_plots"),
+        contextlib.nullcontext() if plots else _unexplained(),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
@@ -64,6 +64,14 @@ def unskew(*arguments: Any, plots: bool = False, columns: int | None = None) -> 
             code = stop.code
     bare = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())  # without the codes for bold letters
     return Answer(code, bare, err.getvalue().strip())
+
+
+@contextlib.contextmanager
+def _unexplained() -> Iterator[None]:
+    with contextlib.ExitStack() as left_out:
+        for name in ("plots.run_plots", "reports.explain_run", "reports.explain_trial"):
+            left_out.enter_context(mock.patch(f"unskew.cli.{name}"))
+        yield
 
 
 def subprocess_of(*arguments: Any, **options: Any) -> subprocess.Popen[str]:

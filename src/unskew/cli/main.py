@@ -1,5 +1,5 @@
 """The command line: the group of all commands, `unskew list`, `partition` and `key`; `run`, `tables`, `sites`,
-`server`, `tasks` and `flower` have the others.
+`server`, `tasks`, `reports` and `flower` have the others.
 
 Exit codes: 0 done, 1 failed, 2 wrong use; stopped by Ctrl-C 130, by SIGTERM 143, with the way to go on. Torch is
 imported by the commands, not here.
@@ -22,6 +22,7 @@ from unskew import __version__
 from unskew.cli.console import Column, Table, put_json, show, table_of, tell
 from unskew.cli.failures import answered
 from unskew.cli.flower import flower
+from unskew.cli.reports import write_alone, write_out
 from unskew.cli.run import demo, given_in, options_of, run
 from unskew.cli.server import calibrate
 from unskew.cli.shared import PATH, Everywhere, check_free, epilog, note
@@ -61,7 +62,8 @@ def app(context: click.Context, allowed: tuple[str, ...]) -> None:
 
 
 for command in (
-    run, demo, fill_table, run_sweep, try_out, write_task, stats, calibrate, evaluate, inspect_files, flower,
+    run, demo, fill_table, run_sweep, try_out, write_task, stats, calibrate, evaluate, inspect_files,
+    write_out, write_alone, flower,
 ):  # fmt: skip
     app.add_command(command)
 

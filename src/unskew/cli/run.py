@@ -9,13 +9,14 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from unskew.cli import reports
 from unskew.cli.console import display, download_bar, put_json, report, speed, summary, tell
 from unskew.cli.failures import failed, told
 from unskew.cli.shared import PATH, note, probe_folder
@@ -32,7 +33,7 @@ from unskew.experiments.records import (
     to_json,
 )
 from unskew.files import locks
-from unskew.specs import without_folders
+from unskew.specs import listed, without_folders
 from unskew.system.stopping import exit_code
 from unskew.training.engines.lanes.timetable import Usage
 
@@ -75,11 +76,12 @@ def given_in(context: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 @click.option("--trust", is_flag=True, help="run the code that CONFIG, or the folder of a run that goes on, names")
 @click.option("--seeds", type=click.IntRange(1), help="run so many seeds from --seed on, each with a cut of its own "
               "unless --cut-seed is given, and print mean and spread; what is finished is kept")  # fmt: skip
+@click.option("--log", help="also hand the records to these, by commas: tensorboard, mlflow (extra unskew[log])")
 @click.option("--json", "as_json", is_flag=True, help="print the records as json lines, nothing else")
 @click.pass_context
 def run(
     context: click.Context, /, config: Path | None, out: Path | None, resume: bool, trust: bool, as_json: bool,
-    seeds: int | None, **options: Any,
+    seeds: int | None, log: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Train a federation, calibrate its model, keep all in a folder.
 
@@ -87,6 +89,7 @@ def run(
     """
     from unskew.experiments.folder import holds_run, stored
 
+    names = _trackers(log, seeds)
     typed = given_in(context, options)
     given = absolute({**(read_toml(config) if config else {}), **typed})
     if seeds is not None:
@@ -111,7 +114,7 @@ def run(
 
             list(follow(experiment, out))
             return
-        records = _followed(experiment, out, resume, as_json)
+        records = _followed(experiment, out, resume, as_json, names)
     if not as_json:
         report(records, out)
 
@@ -144,7 +147,22 @@ def _name(experiment: Experiment) -> str:
     return f"{Path(experiment.data).stem}-{method}-{experiment.digest[:8]}"
 
 
-def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) -> list[Record]:
+def _trackers(log: str | None, seeds: int | None) -> list[str]:
+    """The trackers that --log names; refused if they are not installed."""
+    if log is None:
+        return []
+    if seeds is not None:
+        raise UsageError("--log is for one run: leave it out, or --seeds")
+    from unskew.report.trackers import check
+
+    names = listed(log)
+    check(names)
+    return names
+
+
+def _followed(
+    experiment: Experiment, out: Path, resume: bool, as_json: bool, trackers: Sequence[str] = ()
+) -> list[Record]:
     """Run an experiment, showing how it goes, and plot it; if it is stopped or can't write, say how to go on."""
     from unskew.cli.plots import run_plots
     from unskew.experiments.folder import holds_run
@@ -152,13 +170,21 @@ def _followed(experiment: Experiment, out: Path, resume: bool, as_json: bool) ->
 
     records: list[Record] = []
     try:
-        with download_bar(f"downloading {experiment.data}") as progress:
+        with contextlib.ExitStack() as opened:
+            progress = opened.enter_context(download_bar(f"downloading {experiment.data}"))
+            take = None
+            if trackers:
+                from unskew.report.trackers import tracked
+
+                take = opened.enter_context(tracked(trackers, out))
             usage = Usage()
             running = run(experiment, out, resume, progress, usage)
             for record in running if as_json else _watched(running, experiment.rounds, usage):
                 if as_json:
                     put_json(to_json(record))
                 records.append(record)
+                if take is not None:
+                    take(record)
         run_plots(records, out)
     except (KeyboardInterrupt, OSError) as error:
         if isinstance(error, BrokenPipeError) or not holds_run(out):
@@ -219,7 +245,7 @@ def _watched(records: Iterator[Record], rounds: int, usage: Usage) -> Iterator[R
 @click.option("--out", default="runs/demo", type=PATH, show_default=True,
               help="folder of the demo; an earlier demo there is replaced")  # fmt: skip
 def demo(seed: int, seeds: int, out: Path) -> None:
-    """Train on digits, cut unevenly, and calibrate: in a minute.
+    """Train on digits, cut unevenly, calibrate, report: in a minute.
 
     The digits are part of scikit-learn; 10 clients hold them, each mostly a few classes.
     """
@@ -231,6 +257,7 @@ def demo(seed: int, seeds: int, out: Path) -> None:
         records = _followed(replace(DEMO, seed=number, cut_seed=number), folder, False, False)
         every.append(of_kind(records, CalibrationRecord))
         report(records, folder)
+        reports.explain_run(folder)
     if seeds > 1:
         summary(every)
 
@@ -246,15 +273,18 @@ def _remove_demo(folder: Path) -> None:
         held = replace(stored(folder), **{name: getattr(DEMO, name) for name in differing})
         written = re.compile(
             r"experiment\.json|records\.jsonl|(checkpoint|model|calibrated-.*)\.safetensors"
-            r"|(labels|history|per_class|personal)\.png|\..*\.tmp|\.lock"
+            r"|(labels|history|per_class|personal)\.png|report\.html|report/[\w-]+\.(svg|png|csv)|\..*\.tmp|\.lock"
         )
-        strange = [path.name for path in folder.iterdir() if not written.fullmatch(path.name)]
+        files = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
+        strange = [str(path) for path in files if not written.fullmatch(path.as_posix())]
         if strange or held != DEMO:
             what = f"{', '.join(strange)}, which no demo wrote" if strange else "a run that is no demo"
             raise UsageError(f"{folder} holds {what}: choose another --out")
-        for path in folder.iterdir():
+        for path in files:
             if path.name != locks.NAME:
-                path.unlink()
+                (folder / path).unlink()
+        for inner in [path for path in folder.iterdir() if path.is_dir()]:
+            inner.rmdir()
 
 
 # ---------------------------------------------------------------------------------------------- calibrate

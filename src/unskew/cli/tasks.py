@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from unskew.cli import reports
 from unskew.cli.console import bar, put_json, share_of, short_names, show, size, table_of
 from unskew.cli.shared import FORMS, PATH, SHARE, TOLD, Asked, Lists, asked_for, check_free, epilog, note, options
 from unskew.cli.sites import opened_site, tell_damaged
@@ -112,12 +113,18 @@ def _check_model(values: Mapping[str, Any], preparation: Preparation, task: Task
     "--hold-out", type=SHARE, show_default="0.2", help="share of each site's examples that heads are scored on"
 )
 @click.option("--seed", default=0, show_default=True, help="of virtual features")
+@click.option("--report", type=PATH, show_default="try.html; with --json none", help="the page to write")
 @click.option("--json", "as_json", is_flag=True, help="print what was found as JSON, nothing else")
-def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, **given: Any) -> None:
+def try_out(
+    sites: tuple[str, ...], test: str | None, seed: int, report: Path | None, as_json: bool, **given: Any
+) -> None:
     """Play all roles on this machine: what would calibration gain?"""
     asked = asked_for(given, free=["hold_out", "form", "precision", "budget"])
     if len(set(sites)) < len(sites):
         raise UsageError("--sites names the same data twice: name each site once")
+    report = report or (None if as_json else Path("try.html"))
+    if report is not None:
+        check_free([report], report == Path("try.html"), asked.values, *map(Path, sites))
     from unskew.conversation.plausibility import told
     from unskew.conversation.trials import contribution_of, doubtful, form_for, trial_of
 
@@ -144,9 +151,11 @@ def try_out(sites: tuple[str, ...], test: str | None, seed: int, as_json: bool, 
         trial = trial_of(model, parts, fresh, scored, seed)
     if as_json:
         put_json(_plain(trial))
-        return
-    _show_trial(trial, test, share)
-    _show_next(asked, trial)
+    else:
+        _show_trial(trial, test, share)
+        _show_next(asked, trial)
+    if report is not None:
+        reports.explain_trial(report, None if fresh else model.to("cpu"), parts, trial, as_json)
 
 
 FEW = 8  # sites that have columns of their own

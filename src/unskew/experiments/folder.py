@@ -6,6 +6,7 @@
     model.safetensors         the trained model; where clients keep parts of it, client-ID.safetensors each
     calibrated-NAME.safetensors
     labels.png, history.png, per_class.png, personal.png
+    report.html, report/      by `unskew report`; tensorboard/ by --log
     .lock                     while a process works here: who it is
 
 Files of tensors are sealed: one with a changed bit is refused. Equal experiments write equal files, byte for byte, but

@@ -18,6 +18,7 @@ import torch
 
 from unskew.calibration.selection import BEST
 from unskew.conversation.model_file import file_of_run, load_model
+from unskew.data.datasets import Dataset
 from unskew.data.partition import Federation
 from unskew.errors import DataError, UsageError
 from unskew.experiments.evaluation import Saver, calibrations, check_unchanged, start_of
@@ -42,6 +43,7 @@ from unskew.files.writing import load_sealed, save_sealed, write_text
 from unskew.models.networks import Split
 from unskew.specs import listed
 from unskew.system.machine import threads
+from unskew.training.training import Training
 from unskew.tree import Tree, under
 
 log = logging.getLogger(__name__)
@@ -145,10 +147,10 @@ def _lost(out: Path, record: CalibrationRecord) -> bool:
     return False
 
 
-def _checked(
-    experiment: Experiment, out: Path, records: list[Record], params: Tree, trust: bool
-) -> tuple[Split, Federation, Saver]:
-    """A run's model, its data, and what writes its models; refused if they are not what the run had."""
+def reopened(experiment: Experiment, records: list[Record], history: Path) -> tuple[Training, Dataset]:
+    """The training of a run that is there, and its data as they were loaded; refused if the data or the network are
+    not what the run had.
+    """
     method, data = method_of(experiment), data_of(experiment)
     # The start's weights are not asked for, whose file may be gone by now: those of the checkpoint have replaced them.
     _, fresh = resolve_auto(replace(experiment, start="none"), data, method)
@@ -157,7 +159,15 @@ def _checked(
     begun, now = start_in(records), start_of(experiment, training, None)
     if experiment.start != "none":
         now.contents["network"] = begun.contents["network"]
-    check_unchanged(records, now, out / "records.jsonl")
+    check_unchanged(records, now, history)
+    return training, data
+
+
+def _checked(
+    experiment: Experiment, out: Path, records: list[Record], params: Tree, trust: bool
+) -> tuple[Split, Federation, Saver]:
+    """A run's model, its data, and what writes its models; refused if they are not what the run had."""
+    training, data = reopened(experiment, records, out / "records.jsonl")
     file = file_of_run(out)
     model = load_model(file, trust).to(experiment.device)
     held = model.state_dict()
@@ -167,7 +177,7 @@ def _checked(
             f"{file}: not the model that this run has trained, which is in checkpoint.safetensors: put back the one "
             "that it had"
         )
-    return model, federation, Saver(experiment, data)
+    return model, training.federation, Saver(experiment, data)
 
 
 def _check_scores(now: CalibrationRecord, out: Path, records: list[Record]) -> None:

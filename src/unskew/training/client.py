@@ -180,11 +180,13 @@ class Visited(NamedTuple):
 Visiting = Callable[[int, Client, Plan, int], Visited]
 
 
-def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visiting:
-    """A client's whole work in a round, as a function: `visit(id, client, plan, examples)`."""
+def make_work(
+    net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree
+) -> Callable[[int, Client, Plan], tuple[Local, Context]]:
+    """What a client does in a round, as a function `work(id, client, plan)`: where it ends, and where it began."""
     step = local_step(net, algorithm)
 
-    def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:
+    def work(id: int, client: Client, todo: Plan) -> tuple[Local, Context]:
         context = Context(params, {**params, **client.own}, sent, client.memory, algorithm.numbers)
         local, count = begin(net, algorithm, context.start), len(todo.rows)
         with seeded_noise(todo.noise, params):
@@ -192,8 +194,19 @@ def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, para
                 with noted(f"while training client {id}, step {t + 1} of {count}"):
                     batch = planned(data, params, todo, t)
                     local = step(local, batch, context, tensor_like(params, t / count), sgd)
+        return local, context
+
+    return work
+
+
+def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visiting:
+    """A client's whole work in a round and what it leaves, as a function: `visit(id, client, plan, examples)`."""
+    work = make_work(net, algorithm, sgd, data, params, sent)
+
+    def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:
+        local, context = work(id, client, todo)
         upload, client = leave(net, algorithm, sgd, local, context, tensor_like(params, size))
-        return Visited(upload, client, local.loss.item() / max(count, 1))
+        return Visited(upload, client, local.loss.item() / max(len(todo.rows), 1))
 
     return visit
 

@@ -29,7 +29,7 @@ from unskew.seeds import derive, generator
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import added
 from unskew.training.aggregate import Aggregator, plain_aggregator
-from unskew.training.client import Visited, any_tensor, at_home, enter, make_visit, seen, settle
+from unskew.training.client import Visited, any_tensor, at_home, enter, make_visit, make_work, seen, settle
 from unskew.training.functional import Network, installed, network
 from unskew.training.plan import MANY, Plan, Plans, make_plan, make_plans, step_count
 from unskew.training.settings import RULES
@@ -183,6 +183,12 @@ class Training:
         number, sent = last.number + 1, pick(last.state, self.algorithm.sent)
         visit = make_visit(self.net, self.algorithm, self.sgd(number), self.federation.data, last.params, sent)
         return lambda id: visit(id, self.visitor(last, id), self.plan(number, id), self.federation.sizes[id])
+
+    def local_model(self, last: Round, id: int) -> Split:
+        """A client's own model at the end of its work in the round after the last one: what the server never sees."""
+        number, sent = last.number + 1, pick(last.state, self.algorithm.sent)
+        work = make_work(self.net, self.algorithm, self.sgd(number), self.federation.data, last.params, sent)
+        return installed(self.model, work(id, self.visitor(last, id), self.plan(number, id))[0].model)
 
     def aggregate(self, last: Round, ids: Sequence[int], visits: Iterable[Visited]) -> Outcome:
         """The outcome of the round after the last one, of what its clients have done, in the order of `ids`."""

@@ -1,0 +1,353 @@
+"""The report of a federation of files: who holds what, who moves the head, what is implausible, what is gained.
+
+Files are others': what they say of themselves is shown as text and never run, and a file that is refused is named.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unskew.analysis.forecast import expected_accuracies
+from unskew.analysis.separability import mean_distance, sliced_wasserstein
+from unskew.conversation.answers import Counts
+from unskew.conversation.heads_file import OLD
+from unskew.conversation.inspection import influence_of, inspected
+from unskew.conversation.trials import Contribution, Trial, heads_of
+from unskew.errors import DataError
+from unskew.files.signing import Sites
+from unskew.models.networks import Split, linear
+from unskew.report.charts import ONE, Figure, axis, bars, by, heat, hover, names
+from unskew.report.evidence import distinct
+from unskew.report.of_costs import size
+from unskew.report.of_records import label_distribution, percent
+from unskew.report.of_run import section, write_page
+from unskew.report.page import Grid, Part, Section
+from unskew.statistics.file import load, save
+from unskew.statistics.header import read_header
+from unskew.statistics.moments import REDUCES, FeatureStats, added
+
+AS_IS = "as it is"  # the head that the model has
+
+
+@dataclass(frozen=True)
+class Answered:
+    """How many examples of each site, by its name, each head gets right, and how many there are."""
+
+    right: Mapping[str, Mapping[str, float]]
+    total: Mapping[str, float]
+
+    @classmethod
+    def of(cls, answers: Mapping[str, Counts]) -> Answered:
+        """What sites' answers say."""
+        short = dict(zip(answers, short_names(list(answers)), strict=True))
+        right = {short[site]: {name: float(n.sum()) for name, n in one.right.items()} for site, one in answers.items()}
+        return cls(right, {short[site]: float(one.total.sum()) for site, one in answers.items()})
+
+    @classmethod
+    def of_trial(cls, trial: Trial) -> Answered:
+        """What a trial has counted on what sites hold out."""
+        short = dict(zip(trial.sites, short_names(list(trial.sites)), strict=True))
+        return cls(
+            {short[name]: counts.right for name, counts in trial.sites.items()},
+            {short[name]: counts.total for name, counts in trial.sites.items()},
+        )
+
+
+def short_names(files: Sequence[str]) -> list[str]:
+    """Files by their names without folders and endings, each of them once."""
+    return distinct([Path(name).stem or name for name in files])
+
+
+def write_sites_report(
+    files: Sequence[Path],
+    out: Path,
+    model: Split | None = None,
+    answered: Answered | None = None,
+    sites: Sites | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Path]:
+    """Write the report of sites' files of statistics, and their figures to a folder of its name beside it.
+
+    With the `model` that made the features, its head is judged beside the new ones; `answered` is what sites have
+    counted with candidate heads; sites are called by their files' names, or by `names`. Returns what was written, the
+    page first.
+
+    >>> import tempfile
+    >>> from unskew.statistics.file import save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for k in range(3):
+    ...         draw = torch.Generator().manual_seed(k)
+    ...         site = unskew.FeatureStats.of(torch.randn(90, 4, generator=draw), torch.arange(90) % 3, classes=3)
+    ...         save(site, Path(folder, f"site_{k}.stats"))
+    ...     page, *_ = unskew.write_sites_report(sorted(Path(folder).glob("*.stats")), Path(folder, "report.html"))
+    ...     "site_1" in page.read_text()
+    True
+    """
+    found = inspected(files, sites)
+    if not found["files"]:
+        raise DataError("; ".join(found["refused"]))
+    told = Federation(found, model, answered, names)
+    examples = sum(map(sum, told.table))
+    lead = f"{examples:,} examples of {len(told.labels)} classes at {len(told.names)} sites, told by statistics alone."
+    warning = "Refused: " + " ".join(found["refused"]) if found["refused"] else None
+    return write_page(out, "A federation of files", lead, sections_of(told), warning)
+
+
+def write_trial_report(out: Path, model: Split | None, parts: Mapping[str, Contribution], trial: Trial) -> list[Path]:
+    """Write the report of a trial, in which all roles were played here: what the sites' files would have told, and what
+    heads get right on the examples that sites hold out.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"{number}.stats") for number in range(len(parts))]
+        for path, part in zip(files, parts.values(), strict=True):
+            save(part.stats, path)
+        return write_sites_report(files, out, model, Answered.of_trial(trial), names=short_names(list(parts)))
+
+
+@dataclass(frozen=True)
+class Federation:
+    """What files of statistics say together."""
+
+    found: Mapping[str, Any]  # as `inspected` tells it
+    model: Split | None
+    answered: Answered | None
+    called: Sequence[str] | None
+
+    @functools.cached_property
+    def paths(self) -> list[Path]:
+        """The files that are not refused."""
+        return [Path(site["file"]) for site in self.found["files"]]
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The sites, each of them once."""
+        return list(self.called) if self.called is not None else short_names([str(path) for path in self.paths])
+
+    @functools.cached_property
+    def labels(self) -> list[str]:
+        """The classes, each of them once."""
+        return distinct([row["label"] for row in self.found["table"]])
+
+    @functools.cached_property
+    def table(self) -> list[list[int]]:
+        """Examples of each class at each site."""
+        return [list(column) for column in zip(*(row["counts"] for row in self.found["table"]), strict=True)]
+
+    @functools.cached_property
+    def parts(self) -> list[FeatureStats]:
+        """The sites' statistics in the richest form that all of them have."""
+        forms = [REDUCES[read_header(path).form] for path in self.paths]
+        common = next(form for form in ("class", "pooled", "diagonal", "none") if all(form in able for able in forms))
+        return [load(path, common) for path in self.paths]
+
+    @functools.cached_property
+    def total(self) -> FeatureStats:
+        """Their sum."""
+        return added(self.parts)
+
+
+def sections_of(told: Federation) -> list[Section]:
+    """All sections, in the order of the page."""
+    unanswered = (
+        "no answers to candidate heads were given: unskew calibrate --propose writes heads, unskew evaluate "
+        "--heads the "
+        "answers, and --heads and --validate bring them here"
+    )
+    answered = told.answered
+    gain = unanswered if answered is None else lambda: measured(answered)
+    return [
+        section(
+            "Who holds what",
+            lambda: label_distribution(told.table, told.labels, told.names, "site"),
+            lambda: files_table(told),
+        ),
+        section("What to beware of", lambda: warnings(told)),
+        section("Influence", lambda: influence(told)),
+        section("Separability", lambda: separability(told)),
+        section("Expected gain", lambda: expected(told)),
+        section("Measured gain", gain),
+    ]
+
+
+def files_table(told: Federation) -> Grid:
+    """What each file is."""
+    rows = []
+    for name, site in zip(told.names, told.found["files"], strict=True):
+        signed = "" if site["site"] is None else f"{site['site']}{'' if site['checked'] else ' (not checked)'}"
+        rows.append(
+            [
+                name,
+                f"{site['examples']:,}",
+                f"{site['present']} of {site['classes']}",
+                site["form"],
+                site["precision"],
+                size(site["bytes"]),
+                signed,
+            ]
+        )
+    return Grid(["site", "examples", "classes", "form", "precision", "size", "signed by"], rows)
+
+
+def warnings(told: Federation) -> list[Part]:
+    """What is odd about files, alone or beside each other."""
+    found = list(told.found["warnings"])
+    for path, name in zip(told.paths, told.names, strict=True):
+        found = [text.replace(str(path), name) for text in found]
+    if not found:
+        return ["Nothing to beware of was found."]
+    return [Grid([f"{len(found)} warning{'s' if len(found) > 1 else ''}"], [[text] for text in found])]
+
+
+def influence(told: Federation) -> list[Part]:
+    """How far each site moves the head, on virtual examples of the others."""
+    names_of = {str(path): name for path, name in zip(told.paths, told.names, strict=True)}
+    found = influence_of(told.paths)
+    rows = [
+        {
+            "site": names_of[row["site"]],
+            "changed": round(row["changed"], 4),
+            "share": round(row["share"], 4),
+            "accuracy": round(row["accuracy"], 4),
+        }
+        for row in found
+    ]
+    most = max(rows, key=lambda row: row["changed"])
+    worst = rows[0]  # those without which most is gained come first
+    says = (
+        f"Without {most['site']}, which has {percent(most['share'])} of all examples, {percent(most['changed'])} "
+        "of the "
+        "others' virtual examples get another class, more than without any other site"
+    )
+    if worst["accuracy"] > 0.01:
+        says += f"; without {worst['site']} {100 * worst['accuracy']:.1f} points more of them are right: look at it"
+    order = [str(row["site"]) for row in sorted(rows, key=lambda row: -row["changed"])]
+    tooltip = hover("site", "changed", "share", "accuracy", changed=".1%", share=".1%", accuracy="+.1%")
+    shown = bars(
+        axis("changed", "share that changes its class without the site", axis={"format": "%"}),
+        names("site", order, "", upright=True),
+        ONE,
+        tooltip,
+        40 + 24 * len(order),
+    )
+    return [Figure("influence", "Who moves the head", says + ".", rows, shown)]
+
+
+def separability(told: Federation) -> Figure:
+    """Sliced Wasserstein distances between the classes' Gaussians (CCVR, Figure 6)."""
+    distances, labels = sliced_wasserstein(told.total), told.labels
+    rows = [
+        {"class": labels[i], "other": labels[j], "distance": round(float(distances[i, j]), 4)}
+        for i in range(len(labels))
+        for j in range(len(labels))
+    ]
+    apart = distances.clone().fill_diagonal_(torch.inf).nan_to_num(torch.inf)
+    i, j = divmod(int(apart.argmin()), len(labels))
+    says = (
+        f"In the mean two classes lie {mean_distance(distances):.3f} apart; {labels[i]} and {labels[j]} are "
+        "nearest, with "
+        f"{float(distances[i, j]):.3f}."
+    )
+    shown = heat(
+        names("class", labels),
+        names("other", labels, "class", upright=True),
+        axis("distance"),
+        hover("class", "other", "distance"),
+        len(labels),
+        len(labels),
+        float(distances.nan_to_num().max()),
+        0.0,
+        ".3g",
+    )
+    return Figure("separability", "Distance between the classes' Gaussians", says, rows, shown)
+
+
+def expected(told: Federation) -> list[Part]:
+    """What new heads can be expected to get right on virtual examples, beside the head that the model has."""
+    total, known = told.total, told.model
+    if total.transform != "identity" and known is not None:
+        known = None  # its head takes other features
+    stand_in = Split(nn.Identity(), nn.Linear(total.dimension, total.classes))
+    heads, _, failed = heads_of(known or stand_in, told.parts, fresh=known is None)
+    plain = {AS_IS if name == OLD else name: front(head, total) for name, head in heads.items()}
+    found = expected_accuracies(total, {name: head for name, head in plain.items() if head is not None})
+    rows = [{"head": name, "accuracy": round(value, 4)} for name, value in found.items()]
+    new = {name: value for name, value in found.items() if name != AS_IS}
+    best = max(new, key=new.__getitem__)
+    says = (
+        f"On virtual examples of the sum's Gaussians {best} gets {percent(found[best])} right, the most of the "
+        "new heads"
+    )
+    if AS_IS in found:
+        says += (
+            f", and the head as it is {percent(found[AS_IS])}: a gain of "
+            f"{100 * (found[best] - found[AS_IS]):+.1f} points"
+        )
+    says += ". Features are no Gaussians: only sites' answers tell what is gained."
+    shown = bars(
+        axis("accuracy", "right on virtual examples", axis={"format": "%"}, scale={"domain": [0, 1]}),
+        names("head", list(found), "", upright=True),
+        ONE,
+        hover("head", "accuracy", accuracy=".1%"),
+        40 + 24 * len(found),
+    )
+    parts: list[Part] = [Figure("expected", "What heads can be expected to get right", says, rows, shown)]
+    if told.model is None:
+        parts.append("The head that the model has is not judged here: give --task, or --model and --weights.")
+    parts += [f"{name} makes no head: {why}" for name, why in failed.items()]
+    return parts
+
+
+def front(head: nn.Module, total: FeatureStats) -> nn.Module | None:
+    """The linear part of a head where statistics are of its inputs; none where it puts another transform before it."""
+    return linear(head) if linear(head).in_features == total.dimension else None
+
+
+def measured(answered: Answered) -> Figure:
+    """What sites have counted on their own examples."""
+    heads = list(dict.fromkeys(head for right in answered.right.values() for head in right))
+    total = sum(answered.total.values())
+    if not total:
+        raise DataError("the sites' answers count no examples")
+    whole = {head: sum(right[head] for right in answered.right.values()) / total for head in heads}
+    named = {head: AS_IS if head == OLD else head for head in heads}
+    rows = [
+        {
+            "site": site,
+            "head": named[head],
+            "accuracy": round(count / answered.total[site], 4),
+            "examples": int(answered.total[site]),
+        }
+        for site, right in answered.right.items()
+        if answered.total[site]
+        for head, count in right.items()
+    ]
+    rows += [
+        {"site": "all sites", "head": named[head], "accuracy": round(value, 4), "examples": int(total)}
+        for head, value in whole.items()
+    ]
+    best = max(whole, key=whole.__getitem__)
+    says = (
+        f"On {total:,.0f} examples of {len(answered.right)} sites {named[best]} gets most right, {percent(whole[best])}"
+    )
+    if OLD in whole and best != OLD:
+        better = sum(right[best] > right[OLD] for right in answered.right.values())
+        says += (
+            f", {100 * (whole[best] - whole[OLD]):+.1f} points beside the head as it is, and is better at "
+            f"{better} of the sites"
+        )
+    shown = bars(
+        names("site", ["all sites", *answered.right]),
+        axis("accuracy", axis={"format": "%"}, scale={"domain": [0, 1]}),
+        by("head", list(named.values())),
+        hover("site", "head", "accuracy", "examples", accuracy=".1%"),
+        beside="head",
+    )
+    return Figure("measured", "What sites have counted", says + ".", rows, shown)
