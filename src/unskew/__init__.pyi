@@ -12,7 +12,6 @@ from unskew.analysis.compute import (
     step_cost as step_cost,
 )
 from unskew.analysis.embedding import tsne as tsne
-from unskew.analysis.forecast import expected_accuracies as expected_accuracies
 from unskew.analysis.inversion import invert as invert, privacy_audit as privacy_audit
 from unskew.analysis.separability import mean_distance as mean_distance, sliced_wasserstein as sliced_wasserstein
 from unskew.analysis.similarity import (

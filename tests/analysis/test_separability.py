@@ -5,9 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from unskew.analysis.forecast import expected_accuracies, virtual_examples
 from unskew.analysis.separability import mean_distance, sliced_wasserstein
 from unskew.errors import DataError
 from unskew.statistics.moments import FeatureStats
@@ -77,27 +75,3 @@ def test_a_class_without_examples_has_no_distance():
     assert found[:3, :3].isfinite().all()
     assert found[3:].isnan().all()
     assert math.isfinite(mean_distance(found))
-
-
-@pytest.mark.parametrize("form", ["class", "pooled", "diagonal"])
-def test_a_forecast_is_what_normal_distributions_say(form):
-    """Two classes at -1 and 1 with deviation s: the head that cuts at 0 is right with probability Phi(1 / s)."""
-    draw = torch.Generator().manual_seed(0)
-    y = torch.arange(4000) % 2
-    z = (2.0 * y - 1)[:, None] + 0.8 * torch.randn(4000, 1, generator=draw, dtype=torch.float64)
-    stats = FeatureStats.of(z, y, 2, form)
-    right, wrong = nn.Linear(1, 2), nn.Linear(1, 2)
-    for head, sign in ((right, 1.0), (wrong, -1.0)):
-        head.weight.data, head.bias.data = torch.tensor([[-sign], [sign]]), torch.zeros(2)
-    found = expected_accuracies(stats, {"right": right, "wrong": wrong})
-    share = 0.5 * (1 + math.erf(1 / 0.8 / math.sqrt(2)))
-    assert found["right"] == pytest.approx(share, abs=0.02)
-    assert found["wrong"] == pytest.approx(1 - share, abs=0.02)
-
-
-def test_virtual_examples_are_as_frequent_as_the_classes_are():
-    z, y = features(n=100)
-    _, labels = virtual_examples(FeatureStats.of(z[y < 2], y[y < 2], 3), 50)
-    assert torch.bincount(labels, minlength=3).tolist() == [25, 25, 0]
-    with pytest.raises(DataError, match="form none"):
-        virtual_examples(FeatureStats.of(z, y, 3, "none"))

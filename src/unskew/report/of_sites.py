@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from unskew.analysis.forecast import expected_accuracies
 from unskew.analysis.separability import mean_distance, sliced_wasserstein
+from unskew.calibration.foresight import forecast
+from unskew.calibration.selection import calibrator_of
 from unskew.conversation.answers import Counts
 from unskew.conversation.heads_file import OLD
 from unskew.conversation.inspection import influence_of, inspected
-from unskew.conversation.trials import Contribution, Trial, heads_of
-from unskew.errors import DataError
+from unskew.conversation.trials import Contribution, Trial
+from unskew.errors import DataError, UsageError
 from unskew.files.signing import Sites
 from unskew.models.networks import Split, linear
 from unskew.report.charts import ONE, Figure, axis, bars, by, heat, hover, names
@@ -269,45 +269,23 @@ def separability(told: Federation) -> Figure:
     return Figure("separability", "Distance between the classes' Gaussians", says, rows, shown)
 
 
-def expected(told: Federation) -> list[Part]:
-    """What new heads can be expected to get right on virtual examples, beside the head that the model has."""
-    total, known = told.total, told.model
-    if total.transform != "identity" and known is not None:
-        known = None  # its head takes other features
-    stand_in = Split(nn.Identity(), nn.Linear(total.dimension, total.classes))
-    heads, _, failed = heads_of(known or stand_in, told.parts, fresh=known is None)
-    plain = {AS_IS if name == OLD else name: front(head, total) for name, head in heads.items()}
-    found = expected_accuracies(total, {name: head for name, head in plain.items() if head is not None})
-    rows = [{"head": name, "accuracy": round(value, 4)} for name, value in found.items()]
-    new = {name: value for name, value in found.items() if name != AS_IS}
-    best = max(new, key=new.__getitem__)
-    says = (
-        f"On virtual examples of the sum's Gaussians {best} gets {percent(found[best])} right, the most of the "
-        "new heads"
-    )
-    if AS_IS in found:
-        says += (
-            f", and the head as it is {percent(found[AS_IS])}: a gain of "
-            f"{100 * (found[best] - found[AS_IS]):+.1f} points"
-        )
-    says += ". Features are no Gaussians: only sites' answers tell what is gained."
-    shown = bars(
-        axis("accuracy", "right on virtual examples", axis={"format": "%"}, scale={"domain": [0, 1]}),
-        names("head", list(found), "", upright=True),
-        ONE,
-        hover("head", "accuracy", accuracy=".1%"),
-        40 + 24 * len(found),
-    )
-    parts: list[Part] = [Figure("expected", "What heads can be expected to get right", says, rows, shown)]
+def expected(told: Federation) -> str:
+    """What CCVR's head is expected to gain over the head that the model has, where moments tell that well enough."""
+    total = told.total
     if told.model is None:
-        parts.append("The head that the model has is not judged here: give --task, or --model and --weights.")
-    parts += [f"{name} makes no head: {why}" for name, why in failed.items()]
-    return parts
-
-
-def front(head: nn.Module, total: FeatureStats) -> nn.Module | None:
-    """The linear part of a head where statistics are of its inputs; none where it puts another transform before it."""
-    return linear(head) if linear(head).in_features == total.dimension else None
+        raise UsageError("the head that the model has is not known: give --task, or --model and --weights")
+    if (total.form, total.transform) != ("class", "identity"):
+        of = f"of form {total.form}" if total.form != "class" else f"of transformed features ({total.transform})"
+        raise UsageError(
+            f"these statistics are {of}. A gain is foretold well enough from class moments of plain features alone "
+            "(unskew stats --form class); else sites count it (unskew calibrate --propose)"
+        )
+    old = told.model.classifier
+    made = calibrator_of("ccvr", "class")(total, linear(old), torch.Generator().manual_seed(0))
+    foreseen = forecast(total, old, made)
+    if foreseen is None:
+        raise UsageError("the model's head takes other features than these: only sites' answers tell what is gained")
+    return f"CCVR's head is expected to gain {foreseen}. Only sites' answers tell what it does gain."
 
 
 def measured(answered: Answered) -> Figure:
