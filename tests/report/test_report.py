@@ -1,6 +1,7 @@
 """The report of runs and of sites' files: what stands in it, what is left out, and what strangers' texts can't do."""
 
 import csv
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -16,13 +17,17 @@ from unskew.errors import DataError, UsageError
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.records import history_of, rewrite
 from unskew.experiments.runner import run as run_experiment
+from unskew.models.networks import Split
 from unskew.report.charts import Figure, axis, bars, by, hover, inline, names
 from unskew.report.evidence import Evidence
+from unskew.report.of_models import norms_over_rounds
 from unskew.report.of_run import sections_of, write_report
+from unskew.report.of_sites import write_sites_report
 from unskew.report.page import Grid, Section, html_of
 from unskew.report.papers import paper_figures, write_figure
 from unskew.statistics.file import save
 from unskew.statistics.moments import FeatureStats
+from unskew.training.engines.sequential import sequential
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 SECTIONS = [
@@ -140,6 +145,46 @@ def test_clients_models_are_what_the_last_round_makes(out):
     for name, value in outcome.params.items():
         mean = sum(sizes[id] * model.state_dict()[name] for id, model in zip(ids, models, strict=True)) / sum(sizes)
         assert torch.allclose(mean, value, atol=1e-5)
+
+
+def test_norms_round_by_round_are_those_of_clients_own_models(out):
+    """Of a witness, which must change nothing: the first round's are made again, the last round's follow from all."""
+    run = Evidence.of(out)
+    assert list(run.norms) == [1, 2]
+    assert all(sorted(found) == run.clients for found in run.norms.values())
+    for id, model in zip(run.clients, run.first_models, strict=True):
+        assert torch.equal(run.norms[1][id], model.classifier.weight.detach().norm(dim=1))
+    *_, (_, first) = itertools.islice(sequential.rounds([run.training]), 1)
+    for id in run.clients:
+        own = run.training.local_model(first, id).classifier.weight.detach()
+        assert torch.allclose(run.norms[2][id], own.norm(dim=1), atol=1e-6)
+    figure = norms_over_rounds(run)
+    assert len(figure.rows) == 2 * len(run.clients) * len(run.labels)
+    other = Evidence(out, run.records, replace(run.experiment, start="x.safetensors"), False, 60.0)
+    with pytest.raises(UsageError, match="weights of before"):
+        norms_over_rounds(other)
+
+
+def test_what_sites_files_foretell(tmp_path):
+    """From class moments what CCVR's head gains; from others, or without the head that there is, why not."""
+    draw = torch.Generator().manual_seed(0)
+    z, y = torch.randn(400, 4, generator=draw), torch.arange(400) % 2
+    z[:, 0] += 3.0 * y
+    model = Split(torch.nn.Flatten(), torch.nn.Linear(4, 2))
+    model.classifier.weight.data = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, -1.0, 0.0, 0.0]])  # looks elsewhere
+    reasons = {
+        "class": "CCVR&#x27;s head is expected to gain [+](\\d+.\\d) points",
+        "pooled": "these statistics are of form",
+    }
+    for form, words in reasons.items():
+        save(FeatureStats.of(z, y, 2, form), tmp_path / f"{form}.stats")
+        page, *_ = write_sites_report([tmp_path / f"{form}.stats"], tmp_path / f"{form}.html", model)
+        found = re.search(words, page.read_text())
+        assert found, form
+        if form == "class":
+            assert 25 < float(found[1]) < 40  # three quarters of 93 - 50
+    page, *_ = write_sites_report([tmp_path / "class.stats"], tmp_path / "none.html")
+    assert "the head that the model has is not known" in page.read_text()
 
 
 def test_a_half_written_run_is_reported_as_such(out, tmp_path):

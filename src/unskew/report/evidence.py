@@ -8,7 +8,9 @@ can't be made says why (`DataError` or `UsageError`), and a report goes on witho
 from __future__ import annotations
 
 import functools
+import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unskew.analysis.classifiers import class_norms
 from unskew.analysis.compute import Step, step_cost
 from unskew.analysis.embedding import subsample
 from unskew.conversation.model_file import load_model
@@ -36,11 +39,14 @@ from unskew.experiments.records import (
 from unskew.methods.bases import fedavg
 from unskew.methods.modifications import frozen_head
 from unskew.models.evaluate import batches
-from unskew.models.networks import Split, evaluating
+from unskew.models.networks import Split, evaluating, linear
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import FeatureStats
 from unskew.training.client import at_home
-from unskew.training.training import Round, Training
+from unskew.training.engines.protocol import RoundByRound
+from unskew.training.functional import installed
+from unskew.training.training import Outcome, Round, Training
+from unskew.tree import Tree
 
 CLIENTS = 10  # whose models are compared, at most
 NAME = 60  # characters of a name in a chart
@@ -188,7 +194,7 @@ class Evidence:
     @functools.cached_property
     def local_models(self) -> list[Split]:
         """Each of those clients' models, after the local work of the last round from where the run stands."""
-        self._check_time()
+        self._check_time(sum(map(self.training.count, self.clients)))
         training, _, last = self._again
         before = last._replace(number=min(last.number, training.rounds - 1))
         return [training.local_model(before, id) for id in self.clients]
@@ -196,15 +202,38 @@ class Evidence:
     @functools.cached_property
     def first_models(self) -> list[Split]:
         """The same after the local work of the first round."""
-        self._check_time()
+        self._check_time(sum(map(self.training.count, self.clients)))
         return [self.training.local_model(self.training.start(), id) for id in self.clients]
 
-    def _check_time(self) -> None:
-        """Refuse to make clients' models where there are none, or where it takes too long."""
+    @functools.cached_property
+    def norms(self) -> dict[int, dict[int, Tensor]]:
+        """By round and client, the norms (C,) of those clients' own classifiers at the end of their local work: the
+        training once more, client by client.
+        """
+        if self.experiment.start != "none":
+            raise UsageError("the run began with weights of before, so it can't be trained again from its beginning")
+        training, numbers = self.training, range(1, len(self.rounds) + 1)
+        self._check_time(sum(training.count(id) for number in numbers for id in training.ids(number)))
+        found: dict[int, dict[int, Tensor]] = {number: {} for number in numbers}
+
+        @RoundByRound
+        def witnessed(training: Training, last: Round, ids: Sequence[int]) -> Outcome:
+            def witness(id: int, tree: Tree) -> None:
+                if id in self.clients:
+                    weight = linear(installed(training.model, tree).classifier).weight.detach()
+                    found[last.number + 1][id] = class_norms(weight).cpu()
+
+            return training.aggregate(last, ids, map(training.visits(last, witness), ids))
+
+        for _ in itertools.islice(witnessed.rounds([training]), len(numbers)):
+            pass
+        return found
+
+    def _check_time(self, steps: int) -> None:
+        """Refuse to make clients' models where there are none, or where so many steps take too long."""
         if self.experiment.central or len(self.clients) < 2:
             raise UsageError("there are no clients to compare: the run has all data in one place")
-        steps = sum(self.training.count(id) for id in self.clients)
-        self.allow(f"the local training of {len(self.clients)} clients", self.steps[0].seconds * steps)
+        self.allow(f"the local training of clients, {steps:,} steps,", self.steps[0].seconds * steps)
 
     def allow(self, what: str, seconds: float) -> None:
         """Refuse what takes longer than an analysis may."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from unskew.models.evaluate import scored
 from unskew.models.networks import Split, linear
 from unskew.report.charts import ONE, Figure, axis, bars, by, heat, hover, lines, names, points
 from unskew.report.evidence import Evidence
-from unskew.report.of_records import PLAIN, percent
+from unskew.report.of_records import PLAIN, percent, rounds_axis
 
 
 def confusion(run: Evidence, name: str) -> Figure:
@@ -131,6 +132,50 @@ def _client_norms(run: Evidence, models: list[Split], which: str) -> Figure:
     )
     title = f"Norms of each client's own classifier over their mean, {which} round"
     return Figure(f"client-norms-{which}", title, says + ".", rows, shown)
+
+
+ROWS = 4000  # norms that a page holds, at most
+
+
+def norms_over_rounds(run: Evidence) -> Figure:
+    """Norms of each client's own classifier after each round's local work, for classes that it has and that it lacks
+    (CCVR, Figures 3 and 12).
+    """
+    table, every = torch.tensor(run.start.table), run.norms
+    step = max(1, -(-len(every) * len(run.clients) * len(run.labels) // ROWS))
+    kept = [number for number in every if (number - 1) % step == 0 or number == len(every)]
+    rows = [
+        {
+            "round": number, "client": str(id), "class": label, "norm": round(float(norms[c]), 5),
+            "relative norm": round(float(norms[c] / norms.mean()), 4), "examples": int(table[id, c]),
+            "the client": "has the class" if table[id, c] else "lacks it",
+        }
+        for number in kept
+        for id, norms in sorted(every[number].items())
+        for c, label in enumerate(run.labels)
+    ]  # fmt: skip
+    kinds = ["has the class", "lacks it"]
+    means = {number: [_mean([row["relative norm"] for row in rows if row["round"] == number
+                             and row["the client"] == kind]) for kind in kinds] for number in kept}  # fmt: skip
+    apart = {number: has - lacks for number, (has, lacks) in means.items()
+             if not math.isnan(has - lacks)}  # fmt: skip
+    says = "No client both has a class and lacks another, so that there is nothing to compare."
+    if apart:
+        first, last, most = min(apart), max(apart), max(apart, key=lambda number: abs(apart[number]))
+        says = (
+            f"Norms of classes that a client has are above those of classes that it lacks by {apart[first]:.3f} of "
+            f"their mean in round {first} and by {apart[last]:.3f} in round {last}; most in round {most}, by "
+            f"{apart[most]:.3f}."
+        )
+    y = axis("relative norm", "norm / the client's mean", aggregate="mean", scale={"zero": False})
+    tooltip = [*hover("round", "the client"), {**hover("relative norm", **{"relative norm": ".3f"})[0],
+               "aggregate": "mean"}]  # fmt: skip
+    shown = lines(rounds_axis(), y, by("the client", kinds, ""), tooltip, height=200)
+    return Figure("client-norms", "Norms of clients' own classifiers, round by round", says, rows, shown)
+
+
+def _mean(values: list[Any]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def weights_of(models: list[Split]) -> Tensor:

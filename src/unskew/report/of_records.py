@@ -66,7 +66,7 @@ def history(run: Evidence) -> Figure:
         + ("" if best is last else f", with its best, {percent(best.accuracy or 0)}, in round {best.round}")
         + f"; the worst class ended at {percent(last.worst_class or 0)}."
     )
-    shown = lines(_rounds(), _accuracy(), by("of", kinds, ""), hover("round", "of", "accuracy", accuracy=".1%"))
+    shown = lines(rounds_axis(), _accuracy(), by("of", kinds, ""), hover("round", "of", "accuracy", accuracy=".1%"))
     return Figure("history", "Training, before any calibration", says, rows, shown)
 
 
@@ -77,7 +77,7 @@ def loss(run: Evidence) -> Figure:
         f"The clients' mean training loss went from {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f} in "
         f"{len(rows)} rounds."
     )
-    shown = lines(_rounds(), axis("loss", "training loss"), ONE, hover("round", "loss", loss=".4f"), height=180)
+    shown = lines(rounds_axis(), axis("loss", "training loss"), ONE, hover("round", "loss", loss=".4f"), height=180)
     return Figure("loss", "Training loss", says, rows, shown)
 
 
@@ -196,7 +196,7 @@ def histories(runs: dict[str, Evidence]) -> Figure:
     says = "Before any calibration, the runs ended at " + ", ".join(
         f"{percent(row['accuracy'] or 0)} ({name}, round {row['round']})" for name, row in last.items()
     )
-    shown = lines(_rounds(), _accuracy(), by("run", list(runs)), hover("round", "run", "accuracy", accuracy=".1%"))
+    shown = lines(rounds_axis(), _accuracy(), by("run", list(runs)), hover("round", "run", "accuracy", accuracy=".1%"))
     return Figure("histories", "Training of each run", says + ".", rows, shown)
 
 
@@ -263,7 +263,8 @@ def virtual_features(runs: dict[str, Evidence]) -> Figure | None:
     )
 
 
-def _rounds() -> Spec:
+def rounds_axis() -> Spec:
+    """The channel of rounds."""
     return axis("round", axis={"tickMinStep": 1, "format": "d"}, scale={"zero": False, "nice": False, "padding": 8})
 
 

@@ -52,6 +52,7 @@ def sections_of(run: Evidence) -> list[Section]:
             "Classifier",
             lambda: of_models.norms(run),
             lambda: Beside(of_models.client_norms(run)),
+            lambda: of_models.norms_over_rounds(run),
             lambda: of_models.alignment(run),
         ),
         section(

@@ -67,6 +67,7 @@ paper_figures: dict[str, PaperFigure] = {
     "ccvr/7": PaperFigure("accuracy against the number of virtual features", _mc),
     "ccvr/8": PaperFigure("images found from a feature and from means", _each(of_costs.privacy_figure)),
     "ccvr/10": PaperFigure("norms of the classifier before and after", _each(of_models.norms)),
+    "ccvr/12": PaperFigure("the same round by round", _each(of_models.norms_over_rounds)),
     "spherefed/2": PaperFigure(
         "alignment of clients' classifiers, run by run", lambda runs: [of_models.alignments(runs)]
     ),
@@ -79,7 +80,6 @@ paper_figures: dict[str, PaperFigure] = {
 }
 paper_figures |= {
     "ccvr/11": paper_figures["ccvr/2"],
-    "ccvr/12": paper_figures["ccvr/3"],
     "ccvr/13": paper_figures["ccvr/5"],
     "ccvr/9": paper_figures["ccvr/8"],
 }

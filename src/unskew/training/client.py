@@ -178,15 +178,19 @@ class Visited(NamedTuple):
 
 
 Visiting = Callable[[int, Client, Plan, int], Visited]
+Witness = Callable[[int, Tree], None]  # of a client's id, and its own model, which the server never sees
 
 
-def make_work(
-    net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree
-) -> Callable[[int, Client, Plan], tuple[Local, Context]]:
-    """What a client does in a round, as a function `work(id, client, plan)`: where it ends, and where it began."""
+def make_visit(
+    net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree,
+    witness: Witness | None = None,
+) -> Visiting:  # fmt: skip
+    """A client's whole work in a round, as a function: `visit(id, client, plan, examples)`. A `witness` sees the
+    client's own model at the end of it.
+    """
     step = local_step(net, algorithm)
 
-    def work(id: int, client: Client, todo: Plan) -> tuple[Local, Context]:
+    def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:
         context = Context(params, {**params, **client.own}, sent, client.memory, algorithm.numbers)
         local, count = begin(net, algorithm, context.start), len(todo.rows)
         with seeded_noise(todo.noise, params):
@@ -194,19 +198,10 @@ def make_work(
                 with noted(f"while training client {id}, step {t + 1} of {count}"):
                     batch = planned(data, params, todo, t)
                     local = step(local, batch, context, tensor_like(params, t / count), sgd)
-        return local, context
-
-    return work
-
-
-def make_visit(net: Network, algorithm: Algorithm, sgd: SGD, data: Dataset, params: Tree, sent: Tree) -> Visiting:
-    """A client's whole work in a round and what it leaves, as a function: `visit(id, client, plan, examples)`."""
-    work = make_work(net, algorithm, sgd, data, params, sent)
-
-    def visit(id: int, client: Client, todo: Plan, size: int) -> Visited:
-        local, context = work(id, client, todo)
+        if witness is not None:
+            witness(id, local.model)
         upload, client = leave(net, algorithm, sgd, local, context, tensor_like(params, size))
-        return Visited(upload, client, local.loss.item() / max(len(todo.rows), 1))
+        return Visited(upload, client, local.loss.item() / max(count, 1))
 
     return visit
 

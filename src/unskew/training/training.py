@@ -29,7 +29,7 @@ from unskew.seeds import derive, generator
 from unskew.statistics.collecting import collect
 from unskew.statistics.moments import added
 from unskew.training.aggregate import Aggregator, plain_aggregator
-from unskew.training.client import Visited, any_tensor, at_home, enter, make_visit, make_work, seen, settle
+from unskew.training.client import Visited, Witness, any_tensor, at_home, enter, make_visit, seen, settle
 from unskew.training.functional import Network, installed, network
 from unskew.training.plan import MANY, Plan, Plans, make_plan, make_plans, step_count
 from unskew.training.settings import RULES
@@ -178,17 +178,19 @@ class Training:
         device = self.federation.data.y.device  # what clients keep may lie elsewhere
         return Client(*(each(lambda value: value.to(device), part) for part in last.clients[id]))
 
-    def visits(self, last: Round) -> Callable[[int], Visited]:
-        """A client's whole work in the round after the last one, as a function of its id."""
-        number, sent = last.number + 1, pick(last.state, self.algorithm.sent)
-        visit = make_visit(self.net, self.algorithm, self.sgd(number), self.federation.data, last.params, sent)
+    def visits(self, last: Round, witness: Witness | None = None) -> Callable[[int], Visited]:
+        """A client's whole work in the round after the last one, as a function of its id; a `witness` sees its own
+        model at the end.
+        """
+        number, sent, data = last.number + 1, pick(last.state, self.algorithm.sent), self.federation.data
+        visit = make_visit(self.net, self.algorithm, self.sgd(number), data, last.params, sent, witness)
         return lambda id: visit(id, self.visitor(last, id), self.plan(number, id), self.federation.sizes[id])
 
     def local_model(self, last: Round, id: int) -> Split:
         """A client's own model at the end of its work in the round after the last one: what the server never sees."""
-        number, sent = last.number + 1, pick(last.state, self.algorithm.sent)
-        work = make_work(self.net, self.algorithm, self.sgd(number), self.federation.data, last.params, sent)
-        return installed(self.model, work(id, self.visitor(last, id), self.plan(number, id))[0].model)
+        found: dict[int, Tree] = {}
+        self.visits(last, found.__setitem__)(id)
+        return installed(self.model, found[id])
 
     def aggregate(self, last: Round, ids: Sequence[int], visits: Iterable[Visited]) -> Outcome:
         """The outcome of the round after the last one, of what its clients have done, in the order of `ids`."""
