@@ -82,7 +82,7 @@ def without_folders(spec: str) -> str:
     >>> without_folders("fednova+/home/me/mine.py:clipped+mse")
     'fednova+mine.py:clipped+mse'
     """
-    return re.sub(r"[^+:]*/", "", spec)
+    return "".join(part.rpartition("/")[2] for part in re.split("([+:])", spec))
 
 
 def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:

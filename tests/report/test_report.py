@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import re
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,17 +14,18 @@ import torch
 from PIL import Image
 
 from helpers.commands import blobs, tiny, unskew
+from unskew.conversation.inspection import inspected
 from unskew.errors import DataError, UsageError
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.records import history_of, rewrite
 from unskew.experiments.runner import run as run_experiment
 from unskew.models.networks import Split
 from unskew.report.charts import Figure, axis, bars, by, hover, inline, names
-from unskew.report.evidence import Evidence
+from unskew.report.evidence import Evidence, distinct
 from unskew.report.of_models import norms_over_rounds
 from unskew.report.of_run import sections_of, write_report
-from unskew.report.of_sites import write_sites_report
-from unskew.report.page import Grid, Section, html_of
+from unskew.report.of_sites import Federation, warnings, write_sites_report
+from unskew.report.page import Grid, Pictures, Section, html_of
 from unskew.report.papers import paper_figures, write_figure
 from unskew.statistics.file import save
 from unskew.statistics.moments import FeatureStats
@@ -197,7 +199,7 @@ def test_a_half_written_run_is_reported_as_such(out, tmp_path):
     text = write_report([copy], copy / "report.html")[0].read_text()
     assert "This run is not finished: 1 of 2 rounds are written" in text
     assert titles(text) == SECTIONS
-    assert "the run has no calibrations" in text
+    assert "the run is not finished, and calibrations come at its end" in text
 
 
 def test_what_is_missing_is_named_and_the_rest_is_made(out, tmp_path):
@@ -364,3 +366,97 @@ def test_a_run_of_somebodys_code_needs_trust(tmp_path):
     assert "names code that would run here" in text
     assert "figure-labels" in text
     assert "Left out" not in write_report([tmp_path / "run"], tmp_path / "b.html", trust=True)[0].read_text()
+
+
+# ---------------------------------------------------------------------------------------------- what strangers write
+
+
+def three_sites(folder: Path, form: str = "class", **liar: FeatureStats) -> list[Path]:
+    """Three honest files, and others."""
+    for k in range(3):
+        draw = torch.Generator().manual_seed(k)
+        y = torch.arange(90) % 3
+        save(FeatureStats.of(torch.randn(90, 4, generator=draw) + 2 * y[:, None], y, 3, form), folder / f"s{k}.stats")
+    for name, stats in liar.items():
+        save(stats, folder / f"{name}.stats")
+    return [folder / f"s{k}.stats" for k in range(3)] + [folder / f"{name}.stats" for name in liar]
+
+
+def test_what_calibration_would_refuse_changes_nothing_that_is_computed(tmp_path):
+    y = torch.arange(3)
+    huge = FeatureStats.of(torch.randn(3, 4), y, 3)
+    liar = replace(huge, scatter=huge.scatter + 1e9)
+    other = FeatureStats.of(torch.randn(9, 4), torch.arange(9), 3000, "none")
+    files = three_sites(tmp_path, liar=liar, wide=other)
+    honest = Federation(inspected(files[:3]), None, None, None)
+    told = Federation(inspected(files), None, None, None)
+    assert sorted(path.stem for path in told.aside) == ["liar", "wide"]
+    assert told.labels == ["0", "1", "2"]
+    assert torch.equal(told.total.mean, honest.total.mean)
+    text = write_sites_report(files, tmp_path / "page.html")[0].read_text()
+    assert "liar: its statistics are not plausible" in text
+    assert "wide: it can&#x27;t be added to the others" in text
+    assert titles(text)[:3] == ["Who holds what", "What to beware of", "Influence"]
+
+
+def test_warnings_stand_under_their_own_site(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in ("1", "2", "11"):
+        Path(number).mkdir()
+        draw = torch.Generator().manual_seed(int(number))
+        y = torch.arange(40) % 2 if number != "11" else torch.zeros(40, dtype=torch.int64)
+        save(FeatureStats.of(torch.randn(40, 4, generator=draw), y, 2), Path(number, "site.stats"))
+    files = [Path(number, "site.stats") for number in ("1", "2", "11")]
+    told = Federation(inspected(files), None, None, None)
+    doubted = replace(told, found={**told.found, "warnings": ["11/site.stats is odd beside 1/site.stats"]})
+    (grid,) = warnings(doubted)
+    assert grid.rows == [["site (2) is odd beside site (0)"]]
+
+
+def test_a_class_with_one_example_is_warned_of(tmp_path):
+    one = FeatureStats.of(torch.randn(31, 4), torch.arange(31).clamp(max=1), 3)
+    (grid, *_) = warnings(Federation(inspected(three_sites(tmp_path, rare=one)), None, None, None))
+    assert any("rare has one example of 0: the mean of its class" in row[0] for row in grid.rows)
+
+
+def test_odd_records_cost_their_part_alone(out, tmp_path):
+    copy = tmp_path / "odd"
+    copy.mkdir()
+    for path in out.glob("*.*"):
+        (copy / path.name).write_bytes(path.read_bytes())
+    records = history_of(out / "records.jsonl")
+    start = replace(records[0], labels=[f"{k}" for k in range(2000)], table=[[0] * 2000] * 4, hardware="x" * 200_000)
+    rewrite(copy / "records.jsonl", [start])
+    began = time.perf_counter()
+    text = write_report([copy], copy / "report.html", seconds=5)[0].read_text()
+    assert time.perf_counter() - began < 60
+    assert "no client has any examples" in text
+    assert "Training" in titles(text)
+    other = [replace(one, file="../run/model.safetensors") if getattr(one, "file", None) else one for one in records]
+    rewrite(copy / "records.jsonl", other)
+    with pytest.raises(DataError, match="outside of its run"):
+        Evidence.of(copy).predicted("ffc")
+
+
+def test_a_page_takes_no_place_of_others(out, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "labels.csv").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    for name, words in (("mine.html", "holds other things"), ("link.html", "is a link"), ("page", "ends in .html")):
+        with pytest.raises(UsageError, match=words):
+            write_report([out], tmp_path / name)
+    assert (tmp_path / "mine" / "labels.csv").read_text() == "mine"
+
+
+def test_pictures_of_data_that_are_not_public_stay_out(out, written):
+    run = Evidence.of(out)
+    assert run.experiment.data != "digits"
+    assert all(not isinstance(part, Pictures) for section in sections_of(run) for part in section.parts)
+
+
+@pytest.mark.parametrize("many", [2, 50, 20_000])
+def test_names_are_distinct_and_quickly_so(many):
+    labels = [["a", "b", "a", "a (0)", "a (2)"][k % 5] for k in range(many)]
+    began = time.perf_counter()
+    assert len(set(distinct(labels))) == many
+    assert time.perf_counter() - began < 2

@@ -32,8 +32,10 @@ def sliced_wasserstein(stats: FeatureStats, directions: int = DIRECTIONS, seed: 
     theta = torch.nn.functional.normalize(draw, dim=1)
     means = stats.mean @ theta.T  # (C, directions)
     deviations = _variances(stats, theta).clamp(min=0).sqrt()
-    squares = sum((value[:, None] - value[None]).square().mean(2) for value in (means, deviations))
-    assert isinstance(squares, Tensor)
+    squares = torch.stack([  # a class at a time: all pairs at once would take C^2 numbers a direction
+        (means - mean).square().mean(1) + (deviations - deviation).square().mean(1)
+        for mean, deviation in zip(means, deviations, strict=True)
+    ])  # fmt: skip
     absent = stats.count == 0
     return squares.sqrt().masked_fill(absent[:, None] | absent[None], torch.nan)
 

@@ -249,6 +249,8 @@ def _propose(path: Path, wish: Wish, opened: Opened, gathered: Gathered, asked: 
     write_bytes(path, heads_bytes(model, made, stats, fresh, key_of(wish.sign), hold_out))
     show(f"{path}: {'' if fresh else 'the old head and '}{', '.join(made)}. Each site answers with:")
     answer = f"--heads {quote(str(path))} --stats ITS_NAME.stats --out ITS_NAME.answer"
+    if gathered.stats.held_out is not None and asked.task is None:
+        answer += " --hold-out AS_IN_UNSKEW_STATS"  # else heads are scored on what they were made from
     answer += f" --server {quote(wish.sign.stem)}.pub" if wish.sign else ""
     answer += " --sign ITS_NAME.key" if wish.sites else ""
     show(f"  unskew evaluate {_called(given)} --data ITS_DATA {answer}", whole=True)

@@ -12,12 +12,13 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.errors import printable
+from unskew.errors import UsageError, printable
 from unskew.files.writing import write_bytes, write_text
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F"]
@@ -25,6 +26,8 @@ SHAPES = ["circle", "triangle-up", "square", "diamond", "cross", "triangle-down"
 BLUE, ORANGE = COLOURS[:2]
 INK = "currentColor"
 ONE: dict[str, Any] = {"color": {"value": BLUE}}  # where nothing is told apart
+MANY = 500  # names that a chart can have at all
+ROWS = 50_000  # numbers
 FEW = 24  # names, or numbers in cells, that a chart can show legibly along one side
 LABELS = 16  # characters of a name along an axis
 Spec = dict[str, Any]
@@ -66,6 +69,11 @@ class Figure:
         values = {"data": {"values": self.rows}}
         return _plain({"$schema": SCHEMA, "config": CONFIG, **self.spec, **view, **fit, **values})
 
+    def check(self) -> None:
+        """Refuse what a browser could not draw."""
+        if len(self.rows) > ROWS:
+            raise UsageError(f"{self.title}: {len(self.rows):,} numbers are more than a chart shows, {ROWS:,}")
+
     def csv(self) -> str:
         """Its data, a line a row; pictures are left out."""
         names = [name for name in (self.rows[0] if self.rows else {}) if name != "picture"]
@@ -104,9 +112,18 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+FORMULA = re.compile(
+    "(^|[;,\\t\\r\\n])(?=[-=+@\\uff1d\\uff0b\\uff0d\\uff20\\t\\r])"
+)  # at the beginning of what may be a cell
+
+
 def _cell(value: Any) -> Any:
-    """A cell that no spreadsheet takes for a formula: text from files is not ours."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+    """A cell that no spreadsheet takes for a formula, whatever it takes for the end of a cell: texts are strangers'.
+
+    >>> _cell("=1+1"), _cell("a;=1+1"), _cell("a=1"), _cell(-1)
+    ("'=1+1", "a;'=1+1", 'a=1', -1)
+    """
+    return FORMULA.sub(lambda found: f"{found[1]}'", value) if isinstance(value, str) else value
 
 
 # ---------------------------------------------------------------------------------------------- encodings
@@ -119,6 +136,8 @@ def axis(field: str, title: str | None = None, kind: str = "quantitative", **mor
 
 def names(field: str, order: Sequence[str], title: str | None = None, upright: bool = False) -> Spec:
     """The channel of names in a given order along an axis, the one below a chart or the `upright` one beside it."""
+    if len(order) > MANY:
+        raise UsageError(f"{len(order):,} names ({field}) are more than a chart shows, {MANY}")
     flat = upright or max(map(len, order), default=0) <= 3 or sum(map(len, order)) <= 50
     return axis(field, title, "nominal", sort=list(order), axis={"labelLimit": 120, "labelAngle": 0 if flat else -40})
 
@@ -133,6 +152,8 @@ ZOOM: Spec = {"name": "zoom", "select": {"type": "interval", "zoom": "wheel![eve
 
 def by(field: str, order: Sequence[str], title: str | None = None) -> Spec:
     """The channels that tell names apart: colours, and shapes too where there are more names than colours."""
+    if len(order) > MANY:
+        raise UsageError(f"{len(order):,} names ({field}) are more than a chart shows, {MANY}")
     places = range(len(order))
     colours = [COLOURS[place % len(COLOURS)] for place in places]
     legend = {} if 1 < len(order) <= 4 * FEW else {"legend": None}

@@ -7,6 +7,7 @@ can't be made says why (`DataError` or `UsageError`), and a report goes on witho
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import time
@@ -23,6 +24,7 @@ from unskew.analysis.compute import Step, step_cost
 from unskew.analysis.embedding import subsample
 from unskew.conversation.model_file import load_model
 from unskew.data.datasets import Dataset
+from unskew.data.known import KNOWN
 from unskew.errors import DataError, UsageError, printable
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import ends, holds_run, resumed, stored
@@ -128,9 +130,22 @@ class Evidence:
     @functools.cached_property
     def _again(self) -> tuple[Training, Dataset, Round]:
         self.experiment.check_trusted(self.out / "experiment.json", self.trust)
-        training, data = reopened(self.experiment, self.records, self.out / "records.jsonl")
+        if self.experiment.digest != self.start.digest:
+            raise DataError(f"{self.out}: experiment.json is not the experiment that records.jsonl tells of")
+        try:
+            training, data = reopened(self.experiment, self.records, self.out / "records.jsonl")
+        except DataError:
+            if self.experiment.data in KNOWN:
+                raise
+            # What is wrong with a path of this machine is not for a page that may be sent on.
+            raise DataError(
+                "the run's data can't be used again: they are not where they were, or not what they were; unskew run "
+                "--resume says more"
+            ) from None
         path = self.out / "checkpoint.safetensors"
         last = resumed(path, self.experiment, training)
+        if last is None and self.unfinished:
+            raise DataError("the run has not got to its first checkpoint yet: it is made again when it goes on")
         if last is None:
             raise DataError(f"{path} is missing, which has the trained model: put a copy of it back, or run again")
         return training, data, last
@@ -159,7 +174,11 @@ class Evidence:
     def calibrated(self) -> dict[str, Split]:
         """The calibrated models, by the calibration's name."""
         self.experiment.check_trusted(self.out / "experiment.json", self.trust)
-        return {one.name: load_model(self.out / one.file, self.trust) for one in self.made if one.file is not None}
+        files = {one.name: one.file for one in self.made if one.file is not None}
+        for file in files.values():
+            if Path(file).name != file:
+                raise DataError(f"{self.out}: a calibration names the file {printable(file, NAME)}, outside of its run")
+        return {name: load_model(self.out / file, self.trust) for name, file in files.items()}
 
     @functools.cached_property
     def tested(self) -> Tested:
@@ -268,8 +287,11 @@ class Evidence:
 def distinct(labels: list[str]) -> list[str]:
     """Names that can be shown, of which none is twice: charts would take them for one class.
 
-    >>> distinct(["a", "b", "a"])
-    ['a (0)', 'b', 'a (2)']
+    >>> distinct(["a", "b", "a", "a (0)"])
+    ['a (0) (0)', 'b', 'a (2)', 'a (0) (3)']
     """
-    labels = [printable(label, NAME) for label in labels]
-    return [f"{label} ({place})" if labels.count(label) > 1 else label for place, label in enumerate(labels)]
+    found = [printable(label, NAME) for label in labels]
+    while len(set(found)) < len(found):
+        times = collections.Counter(found)
+        found = [f"{name} ({place})" if times[name] > 1 else name for place, name in enumerate(found)]
+    return found

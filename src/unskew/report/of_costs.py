@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unskew.analysis.compute import classifier_flops, forward_flops, moments_flops, step_cost
 from unskew.analysis.inversion import privacy_audit
+from unskew.data.known import KNOWN
 from unskew.errors import DataError, UnskewError
 from unskew.experiments.resolve import network_of
 from unskew.methods.names import method
@@ -187,6 +188,11 @@ def privacy(run: Evidence) -> list[Part]:
         )
         for one in found
     ]
+    if run.experiment.data not in KNOWN:
+        return [
+            figure,
+            "The pictures are left out: they are training images, or near them, of data that are not public.",
+        ]
     return [figure, Pictures(pictures)]
 
 

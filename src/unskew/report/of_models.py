@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unskew.analysis.classifiers import class_norms, correlation, direction_alignment, norm_difference
 from unskew.analysis.similarity import layer_similarities, mean_similarity
+from unskew.errors import UsageError
 from unskew.models.evaluate import scored
 from unskew.models.networks import Split, linear
 from unskew.report.charts import ONE, Figure, axis, bars, by, heat, hover, lines, names, points
@@ -108,12 +109,11 @@ def _client_norms(run: Evidence, models: list[Split], which: str) -> Figure:
     held = table > 0
     alike = correlation((table / table.sum(1, keepdim=True)).flatten(), relative.flatten().cpu())
     inside, outside = (float(relative.cpu()[mask].mean()) if mask.any() else None for mask in (held, ~held))
-    says = (
-        f"After the {which} round's local work, the norm of a class and its share of a client's examples "
-        f"correlate by {alike:.2f}"
-    )
+    some = f"{len(run.clients)} of the {len(run.start.table)} clients"
+    when = f"the first round if {some} take part" if which == "first" else f"one more round of {some}, from the end"
+    says = f"After {when}, the norm of a class and its share of a client's examples correlate by {alike:.2f}"
     if float(relative.std()) < 1e-5:  # what is left is rounding
-        says = f"After the {which} round's local work all norms are the same: the classifier is fixed"
+        says = f"After {when} all norms are the same: the classifier is fixed"
     elif inside is not None and outside is not None:
         says += (
             f"; norms are {inside:.3f} of their mean for classes that the client has, {outside:.3f} for those "
@@ -130,7 +130,9 @@ def _client_norms(run: Evidence, models: list[Split], which: str) -> Figure:
         float(relative.min()),
         ".2f",
     )
-    title = f"Norms of each client's own classifier over their mean, {which} round"
+    title = (
+        f"Norms of each client's own classifier over their mean, {'first round' if which == 'first' else 'at the end'}"
+    )
     return Figure(f"client-norms-{which}", title, says + ".", rows, shown)
 
 
@@ -159,18 +161,23 @@ def norms_over_rounds(run: Evidence) -> Figure:
                              and row["the client"] == kind]) for kind in kinds] for number in kept}  # fmt: skip
     apart = {number: has - lacks for number, (has, lacks) in means.items()
              if not math.isnan(has - lacks)}  # fmt: skip
-    says = "No client both has a class and lacks another, so that there is nothing to compare."
-    if apart:
-        first, last, most = min(apart), max(apart), max(apart, key=lambda number: abs(apart[number]))
-        says = (
-            f"Norms of classes that a client has are above those of classes that it lacks by {apart[first]:.3f} of "
-            f"their mean in round {first} and by {apart[last]:.3f} in round {last}; most in round {most}, by "
-            f"{apart[most]:.3f}."
-        )
+    if not apart:
+        raise UsageError("no client has one class and lacks another: there are no norms to compare round by round")
+    if max(map(abs, apart.values())) < 1e-5:  # what is left is rounding
+        raise UsageError("the classifier is fixed: its norms are the same in all rounds and at all clients")
+    first, last, most = min(apart), max(apart), max(apart, key=lambda number: abs(apart[number]))
+    behind = {len(every[number]) for number in kept}
+    shown_of = f"{min(behind)}" if len(behind) == 1 else f"{min(behind)} to {max(behind)}"
+    says = (
+        "Norms of classes that a client has, less those of classes that it lacks, are "
+        f"{apart[first]:+.3f} of their mean in round {first} and {apart[last]:+.3f} in round {last}; farthest apart "
+        f"in round {most}, {apart[most]:+.3f}. "
+        f"Of {len(table)} clients {shown_of} stand behind a point."
+    )
     y = axis("relative norm", "norm / the client's mean", aggregate="mean", scale={"zero": False})
     tooltip = [*hover("round", "the client"), {**hover("relative norm", **{"relative norm": ".3f"})[0],
                "aggregate": "mean"}]  # fmt: skip
-    shown = lines(rounds_axis(), y, by("the client", kinds, ""), tooltip, height=200)
+    shown = lines(rounds_axis(len(every)), y, by("the client", kinds, ""), tooltip, height=200)
     return Figure("client-norms", "Norms of clients' own classifiers, round by round", says, rows, shown)
 
 
@@ -187,6 +194,8 @@ def alignment(run: Evidence) -> Figure:
     """How well clients' classifiers agree, class by class (SphereFed, Equations 2 and 3)."""
     weights = weights_of(run.local_models)
     direction, apart = direction_alignment(weights), norm_difference(weights)
+    if float((1 - direction).abs().max()) < 1e-5:  # what is left is rounding
+        raise UsageError("the classifier is fixed: all clients have the same, and there is nothing to align")
     rows = [
         {"class": label, "cosine": float(direction[c]), "norm difference": float(apart[c])}
         for c, label in enumerate(run.labels)

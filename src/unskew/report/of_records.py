@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from unskew.errors import DataError
 from unskew.experiments.records import PersonalRecord, of_kind
 from unskew.report.charts import FEW, ONE, Figure, Spec, axis, bars, by, heat, hover, lines, names, points
 from unskew.report.evidence import Evidence
@@ -27,9 +29,10 @@ def label_distribution(table: Sequence[Sequence[int]], labels: list[str], holder
     ]
     sizes = [sum(row) for row in table]
     shares = [max(row) / size for row, size in zip(table, sizes, strict=True) if size]
-    half = next(
-        number for number in range(1, len(sizes) + 1) if 2 * sum(sorted(sizes, reverse=True)[:number]) >= sum(sizes)
-    )
+    if not sum(sizes):
+        raise DataError(f"no {of} has any examples")
+    largest = itertools.accumulate(sorted(sizes, reverse=True))
+    half = next(number for number, held in enumerate(largest, 1) if 2 * held >= sum(sizes))
     shown = heat(
         names("class", labels),
         names(of, holders, upright=True),
@@ -66,7 +69,9 @@ def history(run: Evidence) -> Figure:
         + ("" if best is last else f", with its best, {percent(best.accuracy or 0)}, in round {best.round}")
         + f"; the worst class ended at {percent(last.worst_class or 0)}."
     )
-    shown = lines(rounds_axis(), _accuracy(), by("of", kinds, ""), hover("round", "of", "accuracy", accuracy=".1%"))
+    shown = lines(
+        rounds_axis(len(run.rounds)), _accuracy(), by("of", kinds, ""), hover("round", "of", "accuracy", accuracy=".1%")
+    )
     return Figure("history", "Training, before any calibration", says, rows, shown)
 
 
@@ -77,7 +82,9 @@ def loss(run: Evidence) -> Figure:
         f"The clients' mean training loss went from {rows[0]['loss']:.3f} to {rows[-1]['loss']:.3f} in "
         f"{len(rows)} rounds."
     )
-    shown = lines(rounds_axis(), axis("loss", "training loss"), ONE, hover("round", "loss", loss=".4f"), height=180)
+    shown = lines(
+        rounds_axis(len(run.rounds)), axis("loss", "training loss"), ONE, hover("round", "loss", loss=".4f"), height=180
+    )
     return Figure("loss", "Training loss", says, rows, shown)
 
 
@@ -196,7 +203,12 @@ def histories(runs: dict[str, Evidence]) -> Figure:
     says = "Before any calibration, the runs ended at " + ", ".join(
         f"{percent(row['accuracy'] or 0)} ({name}, round {row['round']})" for name, row in last.items()
     )
-    shown = lines(rounds_axis(), _accuracy(), by("run", list(runs)), hover("round", "run", "accuracy", accuracy=".1%"))
+    shown = lines(
+        rounds_axis(max(len(run.rounds) for run in runs.values())),
+        _accuracy(),
+        by("run", list(runs)),
+        hover("round", "run", "accuracy", accuracy=".1%"),
+    )
     return Figure("histories", "Training of each run", says + ".", rows, shown)
 
 
@@ -263,9 +275,10 @@ def virtual_features(runs: dict[str, Evidence]) -> Figure | None:
     )
 
 
-def rounds_axis() -> Spec:
-    """The channel of rounds."""
-    return axis("round", axis={"tickMinStep": 1, "format": "d"}, scale={"zero": False, "nice": False, "padding": 8})
+def rounds_axis(last: int) -> Spec:
+    """The channel of rounds up to the last one."""
+    ticks = {"values": [*range(1, last + 1)]} if last <= 15 else {"tickMinStep": 1}
+    return axis("round", axis={**ticks, "format": "d"}, scale={"zero": False, "nice": False, "padding": 8})
 
 
 def _accuracy() -> Spec:

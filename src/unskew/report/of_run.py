@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from unskew.errors import UnskewError, UsageError
+from unskew.errors import UnskewError, UsageError, one_line
 from unskew.experiments.records import PersonalRecord, of_kind
 from unskew.files.writing import write_text
 from unskew.report import of_costs, of_features, of_models, of_records
@@ -27,7 +27,9 @@ def sections_of(run: Evidence) -> list[Section]:
     scored = any(one.accuracy is not None for one in rounds)
     personal = bool(of_kind(run.records, PersonalRecord))
     no_rounds = "the run has written no round yet"
-    not_calibrated = "the run has no calibrations: add one with unskew calibrate RUN"
+    not_calibrated = f"the run has no calibrations: add one with unskew calibrate {without_folders(str(run.out))}"
+    if run.unfinished:
+        not_calibrated = "the run is not finished, and calibrations come at its end"
     table = run.start.table
     clients = list(map(str, range(len(table))))
     best = run.best.name if run.best is not None else None
@@ -90,15 +92,19 @@ def section(title: str, *makers: Maker | str) -> Section:
     made = Section(title)
     for maker in makers:
         if isinstance(maker, str):
-            made.left_out.append(maker)
+            made.leave_out(maker)
             continue
         try:
             found = maker()
+            parts = [found] if isinstance(found, Part) else [*(found or [])]
+            for figure in Section("", parts).figures:
+                figure.check()
         except UnskewError as error:
-            if str(error) not in made.left_out:
-                made.left_out.append(str(error))
-            continue
-        made.parts.extend([found] if isinstance(found, Part) else found or [])
+            made.leave_out(str(error))
+        except Exception as error:  # records and files are anybody's: what is odd in one part costs that part alone
+            made.leave_out(f"a part can't be made of what is here ({type(error).__name__}: {one_line(error)[:200]})")
+        else:
+            made.parts.extend(parts)
     return made
 
 
@@ -112,11 +118,14 @@ def settings(run: Evidence) -> list[Part]:
         "data": experiment.data,
         "model": f"{experiment.model}, {start.parameters:,} parameters",
         "method": experiment.method,
-        "clients": f"{experiment.clients}, cut {experiment.partition}"
+        "clients": "none: all data in one place"
+        if experiment.central
+        else f"{experiment.clients}, cut {experiment.partition}"
         + (f", alpha {experiment.alpha:g}" if experiment.partition in ("dirichlet", "quantity") else ""),
-        "rounds": f"{experiment.rounds} of "
+        "rounds": f"{experiment.rounds}, each of "
         + (f"{experiment.steps} steps" if experiment.steps else f"{experiment.epochs} epochs")
-        + f", batch {experiment.batch}, {experiment.fraction:.0%} of the clients in each",
+        + f", batch {experiment.batch}"
+        + ("" if experiment.central else f", {experiment.fraction:.0%} of the clients in each"),
         "SGD": f"learning rate {experiment.lr:g} ({experiment.schedule}), momentum {experiment.momentum:g}, "
         "weight decay "
         f"{experiment.weight_decay:g}",
@@ -190,6 +199,7 @@ def write_report(folders: Sequence[Path], out: Path, trust: bool = False, second
     ...     page.name, sorted({path.suffix for path in figures})
     ('report.html', ['.csv', '.png', '.svg'])
     """
+    figures_folder(out)
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise UsageError("the same run is named twice: name each run once")
     every = [Evidence.of(folder, trust, seconds) for folder in folders]
@@ -214,12 +224,32 @@ def lead_of(run: Evidence) -> str:
     text = (
         f"{without_folders(experiment.method)} on {without_folders(experiment.data)} {where}, {len(run.rounds)} rounds."
     )
-    return f"{text} {verdict(run)}" if run.made else text
+    if run.unfinished:
+        return f"{text} The run is not finished."
+    if len(run.made) > 1:
+        return f"{text} {verdict(run)}"
+    return f"{text} It reached {percent(run.made[0].accuracy)}, and was not calibrated." if run.made else text
+
+
+OURS = {".svg", ".png", ".csv"}
+
+
+def figures_folder(out: Path) -> Path:
+    """The folder of a page's figures; refused if it is somebody else's, before anything is made."""
+    folder = out.with_suffix("")
+    if out.suffix != ".html":
+        raise UsageError(f"--out is {out}: a page's name ends in .html, such as {folder}.html")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise UsageError(f"{folder} is a {'link' if folder.is_symlink() else 'file'}, where the page's figures would "
+                         "lie: choose another --out")  # fmt: skip
+    if folder.is_dir() and not out.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} holds other things, where the page's figures would lie: choose another --out")
+    return folder
 
 
 def write_page(out: Path, title: str, lead: str, sections: Sequence[Section], warning: str | None) -> list[Path]:
     """Write a page and its figures."""
-    folder = out.with_suffix("")
+    folder = figures_folder(out)
     kept = [one for one in sections if one.parts or one.left_out]
     figures = [figure for one in kept for figure in one.figures]
     paths = [path for figure in figures for path in figure.save(folder)]

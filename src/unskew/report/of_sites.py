@@ -5,7 +5,9 @@ Files are others': what they say of themselves is shown as text and never run, a
 
 from __future__ import annotations
 
+import collections
 import functools
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch
 from unskew.analysis.separability import mean_distance, sliced_wasserstein
 from unskew.calibration.foresight import forecast
 from unskew.calibration.selection import calibrator_of
+from unskew.conversation import trials
 from unskew.conversation.answers import Counts
 from unskew.conversation.heads_file import OLD
 from unskew.conversation.inspection import influence_of, inspected
@@ -28,12 +31,14 @@ from unskew.report.charts import ONE, Figure, axis, bars, by, heat, hover, names
 from unskew.report.evidence import distinct
 from unskew.report.of_costs import size
 from unskew.report.of_records import label_distribution, percent
-from unskew.report.of_run import section, write_page
+from unskew.report.of_run import Maker, section, write_page
 from unskew.report.page import Grid, Part, Section
 from unskew.statistics.file import load, save
 from unskew.statistics.header import read_header
 from unskew.statistics.moments import REDUCES, FeatureStats, added
+from unskew.statistics.scrutiny import WARN
 
+WIDE = 6000  # features whose covariance is held here
 AS_IS = "as it is"  # the head that the model has
 
 
@@ -43,6 +48,7 @@ class Answered:
 
     right: Mapping[str, Mapping[str, float]]
     total: Mapping[str, float]
+    test: trials.Counts | None = None  # of a test set, by which heads are chosen if there is one
 
     @classmethod
     def of(cls, answers: Mapping[str, Counts]) -> Answered:
@@ -58,7 +64,12 @@ class Answered:
         return cls(
             {short[name]: counts.right for name, counts in trial.sites.items()},
             {short[name]: counts.total for name, counts in trial.sites.items()},
+            trial.test,
         )
+
+
+def _kind(site: Mapping[str, Any]) -> tuple[Any, ...]:
+    return site["classes"], site["dimension"], site["transform"]
 
 
 def short_names(files: Sequence[str]) -> list[str]:
@@ -97,8 +108,11 @@ def write_sites_report(
     told = Federation(found, model, answered, names)
     examples = sum(map(sum, told.table))
     lead = f"{examples:,} examples of {len(told.labels)} classes at {len(told.names)} sites, told by statistics alone."
-    warning = "Refused: " + " ".join(found["refused"]) if found["refused"] else None
-    return write_page(out, "A federation of files", lead, sections_of(told), warning)
+    called = dict(zip(told.paths, told.names, strict=True))
+    doubted = [f"{called[path]}: {why}." for path, why in told.aside.items()]
+    warning = "Refused: " + " ".join(found["refused"]) if found["refused"] else ""
+    warning += (" " if warning else "") + "Left out of all that is computed: " + " ".join(doubted) if doubted else ""
+    return write_page(out, "A federation of files", lead, sections_of(told), warning or None)
 
 
 def write_trial_report(out: Path, model: Split | None, parts: Mapping[str, Contribution], trial: Trial) -> list[Path]:
@@ -122,9 +136,31 @@ class Federation:
     called: Sequence[str] | None
 
     @functools.cached_property
+    def aside(self) -> dict[Path, str]:
+        """The files that are shown, but are not part of what is computed, and why: what one site writes must not change
+        what the page says of the others. Calibration would refuse the same.
+        """
+        kinds = collections.Counter(map(_kind, self.found["files"]))
+        usual = max(kinds, key=lambda kind: kinds[kind])
+        found = {Path(site["file"]): "it can't be added to the others: it has other classes, features or a transform"
+                 for site in self.found["files"] if _kind(site) != usual}  # fmt: skip
+        for doubt in self.found["doubts"]:
+            if doubt["severity"] != WARN:
+                found.setdefault(Path(doubt["site"]), f"its statistics are not plausible ({doubt['what']})")
+        return found
+
+    @functools.cached_property
     def paths(self) -> list[Path]:
         """The files that are not refused."""
         return [Path(site["file"]) for site in self.found["files"]]
+
+    @functools.cached_property
+    def sound(self) -> list[Path]:
+        """Those of them that are computed with."""
+        found = [path for path in self.paths if path not in self.aside]
+        if not found:
+            raise DataError("no file's statistics are plausible beside the others'")
+        return found
 
     @functools.cached_property
     def names(self) -> list[str]:
@@ -134,19 +170,23 @@ class Federation:
     @functools.cached_property
     def labels(self) -> list[str]:
         """The classes, each of them once."""
-        return distinct([row["label"] for row in self.found["table"]])
+        own = {read_header(path).origin.labels for path in self.sound}
+        agreed = next(iter(own)) if len(own) == 1 else None  # one site does not name the classes of others
+        classes = read_header(self.sound[0]).classes
+        return distinct(list(agreed or map(str, range(classes))))
 
     @functools.cached_property
     def table(self) -> list[list[int]]:
         """Examples of each class at each site."""
-        return [list(column) for column in zip(*(row["counts"] for row in self.found["table"]), strict=True)]
+        columns = zip(*(row["counts"] for row in self.found["table"]), strict=True)
+        return [list(column)[: len(self.labels)] for column in columns]
 
     @functools.cached_property
     def parts(self) -> list[FeatureStats]:
         """The sites' statistics in the richest form that all of them have."""
-        forms = [REDUCES[read_header(path).form] for path in self.paths]
+        forms = [REDUCES[read_header(path).form] for path in self.sound]
         common = next(form for form in ("class", "pooled", "diagonal", "none") if all(form in able for able in forms))
-        return [load(path, common) for path in self.paths]
+        return [load(path, common) for path in self.sound]
 
     @functools.cached_property
     def total(self) -> FeatureStats:
@@ -162,7 +202,8 @@ def sections_of(told: Federation) -> list[Section]:
         "answers, and --heads and --validate bring them here"
     )
     answered = told.answered
-    gain = unanswered if answered is None else lambda: measured(answered)
+    gains: list[Maker | str]
+    gains = [unanswered] if answered is None else [lambda: measured(answered), lambda: seen_before(told, answered)]
     return [
         section(
             "Who holds what",
@@ -173,7 +214,7 @@ def sections_of(told: Federation) -> list[Section]:
         section("Influence", lambda: influence(told)),
         section("Separability", lambda: separability(told)),
         section("Expected gain", lambda: expected(told)),
-        section("Measured gain", gain),
+        section("Measured gain", *gains),
     ]
 
 
@@ -198,9 +239,16 @@ def files_table(told: Federation) -> Grid:
 
 def warnings(told: Federation) -> list[Part]:
     """What is odd about files, alone or beside each other."""
-    found = list(told.found["warnings"])
-    for path, name in zip(told.paths, told.names, strict=True):
-        found = [text.replace(str(path), name) for text in found]
+    called = {str(path): name for path, name in zip(told.paths, told.names, strict=True)}
+    longest = sorted(called, key=len, reverse=True)
+    place = re.compile("(?<![\\w./-])(" + "|".join(map(re.escape, longest)) + ")(?![\\w/-])")
+    found = [place.sub(lambda match: called[match[1]], text) for text in told.found["warnings"]]
+    alone = [
+        f"{name} has one example of {', '.join(rare)}: the mean of its class is that example's features"
+        for name, row in zip(told.names, told.table, strict=True)
+        if (rare := [label for label, count in zip(told.labels, row, strict=True) if count == 1])
+    ]
+    found = [*alone, *found]
     if not found:
         return ["Nothing to beware of was found."]
     return [Grid([f"{len(found)} warning{'s' if len(found) > 1 else ''}"], [[text] for text in found])]
@@ -209,7 +257,11 @@ def warnings(told: Federation) -> list[Part]:
 def influence(told: Federation) -> list[Part]:
     """How far each site moves the head, on virtual examples of the others."""
     names_of = {str(path): name for path, name in zip(told.paths, told.names, strict=True)}
-    found = influence_of(told.paths)
+    if len(told.sound) < 2:
+        raise UsageError("influence compares a site with others: give the statistics of two sites at least")
+    if (wide := told.total.dimension) > WIDE:
+        raise UsageError(f"the files have {wide:,} features: influence takes matrices of them, at most {WIDE:,}")
+    found = influence_of(told.sound)
     rows = [
         {
             "site": names_of[row["site"]],
@@ -243,6 +295,8 @@ def influence(told: Federation) -> list[Part]:
 def separability(told: Federation) -> Figure:
     """Sliced Wasserstein distances between the classes' Gaussians (CCVR, Figure 6)."""
     distances, labels = sliced_wasserstein(told.total), told.labels
+    if not (told.total.count > 0).sum() > 1:
+        raise DataError("fewer than two classes have examples: there is nothing to separate")
     rows = [
         {"class": labels[i], "other": labels[j], "distance": round(float(distances[i, j]), 4)}
         for i in range(len(labels))
@@ -288,6 +342,22 @@ def expected(told: Federation) -> str:
     return f"CCVR's head is expected to gain {foreseen}. Only sites' answers tell what it does gain."
 
 
+def seen_before(told: Federation, answered: Answered) -> list[Part]:
+    """What is to be said of sites that counted other examples than they had held out."""
+    if told.called is not None:  # a trial, whose sites count what they hold out
+        return []
+    held = {name: site["held_out"] for name, site in zip(told.names, told.found["files"], strict=True)}
+    again = [name for name, total in answered.total.items() if total > (held.get(name) or 0)]
+    missing = [name for name in held if name not in answered.total]
+    said: list[Part] = []
+    if again:
+        said.append(
+            f"Beware: {', '.join(again)} counted more examples than were held out, so also such as heads were made "
+            "from: what they say is too good. unskew evaluate --hold-out, as in unskew stats, counts the others alone."
+        )
+    return said + ([f"No answer came of {', '.join(missing)}."] if missing else [])
+
+
 def measured(answered: Answered) -> Figure:
     """What sites have counted on their own examples."""
     heads = list(dict.fromkeys(head for right in answered.right.values() for head in right))
@@ -312,17 +382,29 @@ def measured(answered: Answered) -> Figure:
         for head, value in whole.items()
     ]
     best = max(whole, key=whole.__getitem__)
-    says = (
-        f"On {total:,.0f} examples of {len(answered.right)} sites {named[best]} gets most right, {percent(whole[best])}"
-    )
+    on = f"{total:,.0f} examples of {len(answered.right)} sites"
+    if answered.test is not None:
+        rows += [
+            {"site": "the test set", "head": named[head], "accuracy": round(count / answered.test.total, 4),
+             "examples": int(answered.test.total)}
+            for head, count in answered.test.right.items()
+        ]  # fmt: skip
+    says = f"On {on} {named[best]} gets most right, {percent(whole[best])}"
     if OLD in whole and best != OLD:
         better = sum(right[best] > right[OLD] for right in answered.right.values())
         says += (
             f", {100 * (whole[best] - whole[OLD]):+.1f} points beside the head as it is, and is better at "
             f"{better} of the sites"
         )
+    if answered.test is not None:
+        tested = {head: count / answered.test.total for head, count in answered.test.right.items()}
+        first = max((head for head in tested if head != OLD), key=tested.__getitem__)
+        says += f". On the test set, by which heads are chosen, it is {named[first]}, {percent(tested[first])}"
+        if OLD in tested:
+            says += f", {100 * (tested[first] - tested[OLD]):+.1f} points beside the head as it is"
+    whose = ["all sites", *(["the test set"] if answered.test is not None else []), *answered.right]
     shown = bars(
-        names("site", ["all sites", *answered.right]),
+        names("site", whose),
         axis("accuracy", axis={"format": "%"}, scale={"domain": [0, 1]}),
         by("head", list(named.values())),
         hover("site", "head", "accuracy", "examples", accuracy=".1%"),

@@ -53,6 +53,11 @@ class Section:
     parts: list[Part] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # what is missing, and what would help
 
+    def leave_out(self, why: str) -> None:
+        """Say what is missing, once."""
+        if why not in self.left_out:
+            self.left_out.append(why)
+
     @property
     def anchor(self) -> str:
         """Its place in the page."""
