@@ -15,7 +15,6 @@ of their examples. --forecast then tells how well moments foretell the gains of 
 """
 
 import argparse
-import functools
 import json
 import statistics
 from dataclasses import replace
@@ -60,6 +59,13 @@ HEADS = {
         ],
         "class": ["ccvr", "ccvr:transform=relu-tukey:0.5"],
     },
+    "left out": {  # beside those of left_out.py
+        "pooled": [
+            "ffc:choose=true", "lda:shrinkage=0.1", "ffc:choose=true:transform=squares",
+            f"{FOURIER}:500:0:0.7", f"{FOURIER}:1000:0:0.7", f"{FOURIER}:2000:0:0.7",
+        ],
+        "class": ["ccvr"],
+    },
     "numbers": {"pooled": [f"{FOURIER}:{number}:0:0.7" for number in (250, 500, 1000, 2000, 4000)]},
     "widths": {"pooled": [f"{FOURIER}:500:0:{scale}" for scale in (0.1, 0.35, 0.7, 1.4, 2.8)]},
 }  # fmt: skip
@@ -102,46 +108,63 @@ def features_of(model, inputs):
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
+class Cell:
+    """The features of one trained model: heads are made from those of its clients and judged on those of the test."""
+
+    def __init__(self, args, told, folder):
+        if not args.trained:
+            list(run(told, folder, resume=True))
+        model, data = load_model(folder / "model.safetensors"), data_of(told)
+        self.classes = data.classes
+        self.clients = [features_of(model, batches(data, rows)) for rows in federation_of(told, data).clients]
+        self.test = features_of(model, batches(data, test=True))
+        self.model = Split(torch.nn.Identity(), model.classifier)  # which takes features
+        self.old = linear(model.classifier)
+        self.collected = {}
+
+    def accuracy(self, head):
+        return score(with_classifier(self.model, head), [self.test], self.classes).accuracy
+
+    def statistics(self, form, transform="identity"):
+        """Those of each site."""
+        if (form, transform) not in self.collected:
+            sites = [collect(self.model, [site], self.classes, form, transform) for site in self.clients]
+            self.collected[form, transform] = sites
+        return self.collected[form, transform]
+
+
+def kept_in(args, folder, name):
+    """The file of what was measured of a trained model, and what it holds so far."""
+    kept = Path(args.out) / folder.name / name
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    return kept, json.loads(kept.read_text()) if kept.exists() else {}
+
+
 def accuracies(args, alpha, cut):
     """The accuracy of each head on the test examples, of one trained model; and the bytes that a site sends for it."""
     told, folder = trained(args, alpha, cut)
-    kept = Path(args.out) / folder.name / "heads.json"
-    found = json.loads(kept.read_text()) if kept.exists() else {}
+    kept, found = kept_in(args, folder, "heads.json")
     wanted = {f"{form}/{spec}": (form, spec) for form, specs in HEADS[args.heads].items() for spec in specs}
     if set(found) >= {*wanted, "old", "oracle", "validated", "expected"}:
         return found
-    if not args.trained:
-        list(run(told, folder, resume=True))
-    model = load_model(folder / "model.safetensors")
-    data = data_of(told)
-    clients = [features_of(model, batches(data, rows)) for rows in federation_of(told, data).clients]
-    test = [features_of(model, batches(data, test=True))]
-    cut_off = Split(torch.nn.Identity(), model.classifier)
-
-    def accuracy(head):
-        return score(with_classifier(cut_off, head), test, data.classes).accuracy
-
-    @functools.cache
-    def statistics_of(form, transform):
-        return [collect(cut_off, [site], data.classes, form, transform) for site in clients]
-
+    cell = Cell(args, told, folder)
     if "oracle" not in found:
-        found["old"] = accuracy(model.classifier)
-        found["oracle"] = accuracy(oracle(cut_off, clients, torch.Generator().manual_seed(0), epochs=20).classifier)
-    kept.parent.mkdir(parents=True, exist_ok=True)
+        draw = torch.Generator().manual_seed(0)
+        found["old"] = cell.accuracy(cell.model.classifier)
+        found["oracle"] = cell.accuracy(oracle(cell.model, cell.clients, draw, epochs=20).classifier)
     for name, (form, spec) in wanted.items():
         if name not in found:
             maker = build_spec("calibrator", spec, calibrators)
-            sites = statistics_of(form, maker.transform)
+            sites = cell.statistics(form, maker.transform)
             draw = torch.Generator().manual_seed(0)
-            found[name] = accuracy(maker(added(sites), linear(model.classifier), draw, None, sites))
+            found[name] = cell.accuracy(maker(added(sites), cell.old, draw, None, sites))
             found[f"bytes of {name}"] = max(map(size_of, sites))
         kept.write_text(json.dumps(found))
     if "validated" not in found:
-        found["validated"] = accuracy(validated(cut_off, clients).classifier)
+        found["validated"] = cell.accuracy(validated(cell.model, cell.clients).classifier)
     if "expected" not in found:
         found["data"], found["chosen"] = Path(told.data).stem, cut < args.choose
-        found["expected"] = expected(statistics_of("class", "identity"), model.classifier)
+        found["expected"] = expected(cell.statistics("class"), cell.model.classifier)
     kept.write_text(json.dumps(found))
     return found
 
@@ -165,7 +188,7 @@ def expected(sites, old):
     return {form: dict(zip(heads, values, strict=True)) for form, values in told.items()}
 
 
-def main():
+def options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="of the runs with --trained, else digits, unless given")
     parser.add_argument("--model", default="auto")
@@ -184,7 +207,11 @@ def main():
     parser.add_argument("--trained", help="a folder of `unskew sweep` or `unskew table`")
     parser.add_argument("--out", default="runs/calibrators")
     parser.add_argument("--forecast", action="store_true", help="how well moments tell the gains of all cells in --out")
-    args = parser.parse_args()
+    return parser
+
+
+def main():
+    args = options().parse_args()
     if args.forecast:
         return _forecasts([json.loads(file.read_text()) for file in Path(args.out).glob("*/heads.json")])
     if args.threads:

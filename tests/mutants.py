@@ -50,10 +50,15 @@ FILES = "statistics/test_statistics_file.py"
 MUTANTS = [
     # ------------------------------------------------------------------------------------------ forecasts, scales
     Mutant("calibration", "SHARE * 100 * (after - before)", "100 * (after - before)", FORESIGHT),
+    Mutant("calibration", ">= ENOUGH * stats.dimension", ">= stats.dimension", FORESIGHT),
+    Mutant("calibration", "stats.classes > CLASSES or", "False or", FORESIGHT),
+    Mutant("calibration", "return Forecast(points, ERROR) if math.isfinite(points) else None",
+           "return Forecast(points, ERROR)", FORESIGHT),
     Mutant("calibration", "vectors * values.clamp(min=0).sqrt()", "vectors * values.clamp(min=0)", FORESIGHT),
     Mutant("calibration", "scale / math.sqrt(-2 * math.log(max(alike, 1e-9)))", "scale / 9", SCALES),
     Mutant("calibration", "(stats.count @ stats.mean / stats.count.sum()).square()", "stats.mean.mean(0).square()",
            SCALES),
+    Mutant("calibration", "max((n * pairs - 1) / (n - 1), 0.0)", "pairs", SCALES),
     # ------------------------------------------------------------------------------------------ moments
     Mutant("statistics", "+= squares.add_(outer(joint, self.form))", "+= squares", STATISTICS),
     Mutant("statistics", "return matrix.div_(count - 1)", "return matrix.div_(count)", STATISTICS),

@@ -1,6 +1,7 @@
 """What a head is expected to gain: what it would gain on examples drawn from the class Gaussians."""
 
-from math import erf, sqrt
+from dataclasses import replace
+from math import erf, isnan, sqrt
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from helpers.features import data, old, parts
 from unskew.calibration.calibrator import behind
-from unskew.calibration.foresight import ERROR, SHARE, expected_accuracies, forecast
+from unskew.calibration.foresight import CLASSES, ENOUGH, ERROR, SHARE, expected_accuracies, forecast
 from unskew.calibration.ridge import ffc
 from unskew.errors import UsageError
 from unskew.models.networks import linear_of
@@ -89,3 +90,49 @@ def test_what_can_not_be_told_is_not():
     assert forecast(stats, nn.Sequential(behind(head, "relu", 6)), other) is None
     with pytest.raises(UsageError, match="form 'pooled': .* 'class'"):
         expected_accuracies(stats.reduced("pooled"), [head])
+
+
+def test_nothing_is_told_from_few_examples():
+    """Of pure noise, where no head is better than another: one that fits few examples looks better to their moments."""
+    draw = torch.Generator().manual_seed(0)
+    z, y = torch.randn(4000, 40, generator=draw), torch.randint(0, 4, (4000,), generator=draw)
+    for each, told in ((10, False), (2 * 40 - 1, False), (2 * 40, True), (1000, True)):
+        rows = torch.cat([(y == label).nonzero().flatten()[:each] for label in range(4)])
+        stats = FeatureStats.of(z[rows], y[rows], 6)  # two of the classes nobody has
+        old = nn.Linear(40, 6)
+        new = ffc()(stats, old, torch.Generator())
+        assert (forecast(stats, old, new) is not None) == told
+    few = FeatureStats.of(z[:40], y[:40], 4)
+    assert expected_accuracies(few, [ffc()(few, nn.Linear(40, 4), torch.Generator())])[0] > 0.9
+    assert ENOUGH == 2
+
+
+def test_a_class_of_one_example_is_a_point():
+    stats = FeatureStats.of(torch.tensor([[0.0], [1.0], [2.0], [7.0]]), torch.tensor([0, 0, 0, 1]), 2)
+    border = linear_of(torch.tensor([[0.0], [1.0]]), torch.tensor([0.0, -4.0]))
+    assert expected_accuracies(stats, [border]) == pytest.approx([1.0], abs=0.01)
+    assert forecast(stats, border, border).points == 0
+
+
+def test_of_many_classes_nothing_is_told():
+    z = torch.arange(4.0 * CLASSES)[:, None]
+    for classes, told in ((CLASSES, True), (CLASSES + 1, False)):
+        stats = FeatureStats.of(z, z.flatten().long() % CLASSES, classes)
+        head = nn.Linear(1, classes)
+        assert (forecast(stats, head, head) is not None) == told
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("where", ["mean", "scatter", "count"])
+def test_numbers_that_are_too_large_are_no_forecast_and_no_error(where, number):
+    stats = FeatureStats.of(*data(), 4)
+    damaged = replace(stats, **{where: getattr(stats, where) * number})
+    head = linear_of(torch.full((4, 6), 1e30), torch.zeros(4))
+    assert forecast(damaged, head, head) is None or where == "count"
+    assert all(isnan(found) for found in expected_accuracies(stats, [linear_of(head.weight * number, head.bias)]))
+
+
+def test_no_examples_are_no_forecast():
+    stats = FeatureStats.zero(4, 6)
+    assert forecast(stats, old(), old()) is None
+    assert all(isnan(found) for found in expected_accuracies(stats, [old()]))

@@ -1,6 +1,7 @@
 """The scale of random features: one default suits all unit-norm features, and one that is too large is told."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.features import data
+from unskew.calibration.calibrator import _check_scale
 from unskew.calibration.discriminants import ncm
 from unskew.models.transforms import SCALE, Transform
 from unskew.statistics.moments import FeatureStats, added
@@ -51,11 +53,28 @@ def test_how_alike_examples_are_is_the_mean_of_the_kernel_and_no_matter_who_has_
     z, y = data(2000, 5)
     some = (y == 0) | (torch.arange(2000) % 9 == 0)  # one class is far more frequent than the others
     z, y = z[some], y[some]
-    kernel = torch.exp(-(0.8**2) * torch.cdist(z, z) ** 2 / 2).mean()
+    kernel = torch.exp(-(0.8**2) * torch.pdist(z) ** 2 / 2).mean()
     for owners in (1, 7):
         text = told(z, y, "fourier:20000:0:0.8", caplog, owners)
         alike = float(text.partition("two examples are ")[2].partition(" alike")[0])
         assert alike == pytest.approx(float(kernel), abs=0.005)
+
+
+@pytest.mark.parametrize("n", [1, 4, 12])
+def test_an_example_is_not_beside_itself(n, caplog):
+    """Of a few examples that are nothing like one another: their mean is long only since each is like itself."""
+    z = 100 * torch.arange(n)[:, None] * torch.ones(1, 3)
+    text = told(z, torch.arange(n) % 4, "fourier:20000:0:1", caplog)
+    assert ("two examples are" in text) == (n > 1)
+    if n > 1:
+        assert float(text.partition("two examples are ")[2].partition(" alike")[0]) < 0.02
+
+
+def test_of_moments_that_are_not_numbers_nothing_is_told(caplog):
+    stats = FeatureStats.of(*data(), 4, "none", "fourier:300:0:9")
+    for number in (float("nan"), float("inf")):
+        _check_scale(replace(stats, mean=stats.mean * number))
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("transform", ["identity", "unit", "fourier:300:0:9+squares", "squares"])

@@ -7,6 +7,7 @@ import signal
 import statistics
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from scipy import stats
 
 from helpers.commands import blobs, subprocess_of, unskew
 from unskew import DataError, Experiment, UsageError, add_calibrations
+from unskew.data.known import KNOWN
 from unskew.experiments import ledger, tables
 from unskew.experiments.filling import filled, missing
 from unskew.experiments.ledger import Result
@@ -28,7 +30,7 @@ from unskew.experiments.pages import (
     measured,
     said,
 )
-from unskew.experiments.sweeps import sweep
+from unskew.experiments.sweeps import read_sweep, sweep
 from unskew.experiments.tables import TRAINED, Cell, Printed, Table, by_calibration, changed, digits, part, seeded
 from unskew.experiments.tuning import cost, search, tuned
 from unskew.methods.names import method
@@ -375,6 +377,16 @@ def test_a_sweep_is_all_combinations(plain):
     assert (own.title, own.rows, own.columns, own.reference) == ("Mine", ["fedavg"], [TRAINED], "")
     ways = sweep({"personal": "head", "calibrate": "none"})
     assert [(cell.column, cell.shows, cell.personal) for cell in ways.cells] == [("personal: head", "head", True)]
+
+
+@pytest.mark.parametrize("name", ["cifar10", "fashion"])
+def test_the_models_of_the_recipe_can_be_trained_again(name):
+    """What results/calibrators.md was measured on."""
+    made = read_sweep(Path(__file__).parents[2] / "benchmarks" / "recipe" / f"{name}.toml").experiments()
+    assert len(made) == 30
+    assert {(run.method, run.calibrate, run.precision) for run in made} == {("fedavg", "none", "bfloat16")}
+    assert all(run.seed == run.cut_seed for run in made)
+    assert {run.data for run in made} <= KNOWN.keys()
 
 
 @pytest.mark.parametrize(

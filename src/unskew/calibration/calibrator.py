@@ -134,13 +134,15 @@ def _check_scale(stats: FeatureStats) -> None:
     """Say so where the scale of random features is too large: hardly any example is then like another one.
 
     Their product phi(z)' phi(z') is about exp(-scale^2 ||z - z'||^2 / 2), between 0 and 1. So the squared length of
-    their mean is the mean of that over all pairs of examples, and first moments tell which scale would suit.
+    their mean is the mean of that over all pairs of examples, and first moments tell which scale would suit. Each
+    example's pair with itself, which is 1, is left out.
     """
-    steps = Transform(stats.transform).steps
-    if not steps or steps[-1][0] != "fourier":
+    steps, n = Transform(stats.transform).steps, float(stats.count.sum())
+    if not steps or steps[-1][0] != "fourier" or not n > 1:
         return
     scale = steps[-1][1][2]
-    alike = float((stats.count @ stats.mean / stats.count.sum()).square().sum())
+    pairs = float((stats.count @ stats.mean / stats.count.sum()).square().sum())
+    alike = max((n * pairs - 1) / (n - 1), 0.0)  # NaN stays, and is told nothing
     if alike < APART:
         suits = scale / math.sqrt(-2 * math.log(max(alike, 1e-9)))
         log.warning(
