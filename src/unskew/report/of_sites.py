@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from unskew.analysis.separability import mean_distance, sliced_wasserstein
-from unskew.calibration.foresight import forecast
+from unskew.calibration.foresight import CLASSES, ENOUGH, forecast
 from unskew.calibration.selection import calibrator_of
 from unskew.conversation import trials
 from unskew.conversation.answers import Counts
@@ -338,7 +338,10 @@ def expected(told: Federation) -> str:
     made = calibrator_of("ccvr", "class")(total, linear(old), torch.Generator().manual_seed(0))
     foreseen = forecast(total, old, made)
     if foreseen is None:
-        raise UsageError("the model's head takes other features than these: only sites' answers tell what is gained")
+        raise UsageError(
+            f"only sites' answers tell what is gained here: a forecast takes a plain head, at most {CLASSES} classes, and "
+            f"{ENOUGH} examples of a class for each feature"
+        )
     return f"CCVR's head is expected to gain {foreseen}. Only sites' answers tell what it does gain."
 
 
