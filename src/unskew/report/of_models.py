@@ -178,6 +178,7 @@ def norms_over_rounds(run: Evidence) -> Figure:
     tooltip = [*hover("round", "the client"), {**hover("relative norm", **{"relative norm": ".3f"})[0],
                "aggregate": "mean"}]  # fmt: skip
     shown = lines(rounds_axis(len(every)), y, by("the client", kinds, ""), tooltip, height=200)
+    del shown["params"]  # a mean has no scale to move
     return Figure("client-norms", "Norms of clients' own classifiers, round by round", says, rows, shown)
 
 

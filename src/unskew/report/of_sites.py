@@ -339,8 +339,8 @@ def expected(told: Federation) -> str:
     foreseen = forecast(total, old, made)
     if foreseen is None:
         raise UsageError(
-            f"only sites' answers tell what is gained here: a forecast takes a plain head, at most {CLASSES} classes, and "
-            f"{ENOUGH} examples of a class for each feature"
+            "only sites' answers tell what is gained here: a forecast takes a plain head, at most "
+            f"{CLASSES} classes, and {ENOUGH} examples of a class for each feature"
         )
     return f"CCVR's head is expected to gain {foreseen}. Only sites' answers tell what it does gain."
 
