@@ -22,7 +22,7 @@ from unskew.experiments.runner import run as run_experiment
 from unskew.models.networks import Split
 from unskew.report.charts import Figure, axis, bars, by, hover, inline, names
 from unskew.report.evidence import Evidence, distinct
-from unskew.report.of_models import norms_over_rounds
+from unskew.report.of_models import layer_means, norms_over_rounds
 from unskew.report.of_run import sections_of, write_report
 from unskew.report.of_sites import Federation, warnings, write_sites_report
 from unskew.report.page import Grid, Pictures, Section, html_of
@@ -460,3 +460,13 @@ def test_names_are_distinct_and_quickly_so(many):
     began = time.perf_counter()
     assert len(set(distinct(labels))) == many
     assert time.perf_counter() - began < 2
+
+
+def test_one_run_that_can_not_be_compared_costs_itself_alone(out):
+    run = Evidence.of(out)
+    central = replace(run, experiment=replace(run.experiment, central=True), kept={})
+    figure = layer_means({"a": run, "b": central})
+    assert {row["run"] for row in figure.rows} == {"a"}
+    assert "Left out: b: " in figure.says
+    with pytest.raises(UsageError, match="b: "):
+        layer_means({"b": central, "c": central})

@@ -11,7 +11,7 @@ import collections
 import functools
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from unskew.analysis.embedding import subsample
 from unskew.conversation.model_file import load_model
 from unskew.data.datasets import Dataset
 from unskew.data.known import KNOWN
-from unskew.errors import DataError, UsageError, printable
+from unskew.errors import DataError, UnskewError, UsageError, printable
 from unskew.experiments.experiment import Experiment
 from unskew.experiments.folder import ends, holds_run, resumed, stored
 from unskew.experiments.recalibrate import reopened
@@ -282,6 +282,23 @@ class Evidence:
         """What a local step takes: of this method, and of FedAvg with the classifier frozen on the same model."""
         training = self.training
         return step_cost(training), step_cost(replace(training, algorithm=frozen_head(fedavg()), recalibrate=None))
+
+
+def able(runs: Mapping[str, Evidence], needs: Callable[[Evidence], object]) -> tuple[dict[str, Evidence], str]:
+    """The runs that have what a figure of several needs, and a sentence about the others; refused where none has it."""
+    found, without = dict[str, Evidence](), list[str]()
+    for name, run in runs.items():
+        try:
+            needs(run)
+        except UnskewError as error:
+            if len(runs) == 1:
+                raise
+            without.append(f"{name}: {error}")
+        else:
+            found[name] = run
+    if not found:
+        raise UsageError("; ".join(without))
+    return found, f" Left out: {'; '.join(without)}." if without else ""
 
 
 def distinct(labels: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from unskew.errors import UsageError
 from unskew.models.evaluate import scored
 from unskew.models.networks import Split, linear
 from unskew.report.charts import ONE, Figure, axis, bars, by, heat, hover, lines, names, points
-from unskew.report.evidence import Evidence
+from unskew.report.evidence import Evidence, able
 from unskew.report.of_records import PLAIN, percent, rounds_axis
 
 
@@ -217,6 +217,7 @@ def alignment(run: Evidence) -> Figure:
 
 def alignments(runs: dict[str, Evidence]) -> Figure:
     """The mean direction alignment and norm difference of each run (SphereFed, Figure 2)."""
+    runs, without = able(runs, lambda run: run.local_models)
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
         weights = weights_of(run.local_models)
@@ -238,7 +239,7 @@ def alignments(runs: dict[str, Evidence]) -> Figure:
         hover("run", "alpha", "partition", "cosine", "norm difference"),
         220,
     )
-    return Figure("alignments", "Direction alignment of clients' classifiers, run by run", says, rows, shown)
+    return Figure("alignments", "Direction alignment of clients' classifiers, run by run", says + without, rows, shown)
 
 
 # ---------------------------------------------------------------------------------------------- CKA
@@ -246,6 +247,7 @@ def alignments(runs: dict[str, Evidence]) -> Figure:
 
 def layer_means(runs: dict[str, Evidence]) -> Figure:
     """The mean CKA between client models of each layer (CCVR, Figures 2 and 11), a line a run."""
+    runs, without = able(runs, similarities)
     rows, told = [], []
     for name, run in runs.items():
         means = [mean_similarity(matrix) for matrix in similarities(run).values()]
@@ -268,7 +270,7 @@ def layer_means(runs: dict[str, Evidence]) -> Figure:
         by("run", list(runs)),
         hover("run", "layer", "name", "CKA", CKA=".4f"),
     )
-    return Figure("cka", "Similarity of client models, layer by layer", says, rows, shown)
+    return Figure("cka", "Similarity of client models, layer by layer", says + without, rows, shown)
 
 
 def similarities(run: Evidence) -> dict[str, Tensor]:

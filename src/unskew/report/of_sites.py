@@ -107,7 +107,9 @@ def write_sites_report(
         raise DataError("; ".join(found["refused"]))
     told = Federation(found, model, answered, names)
     examples = sum(map(sum, told.table))
-    lead = f"{examples:,} examples of {len(told.labels)} classes at {len(told.names)} sites, told by statistics alone."
+    beside = "" if names is None else ", beside those that they hold out"
+    held = f"{examples:,} examples of {len(told.labels)} classes at {len(told.names)} sites{beside}"
+    lead = f"{held}, told by statistics alone."
     called = dict(zip(told.paths, told.names, strict=True))
     doubted = [f"{called[path]}: {why}." for path, why in told.aside.items()]
     warning = "Refused: " + " ".join(found["refused"]) if found["refused"] else ""
