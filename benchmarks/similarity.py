@@ -25,7 +25,7 @@ def main() -> None:
     ]
     x = torch.randn(given.images, 3, given.size, given.size)
     began = time.perf_counter()
-    found = unskew.layer_similarities(models, x.split(250))
+    found = unskew.layer_similarities(models, x.split(125))
     print(f"{len(found)} layers, {given.images} images of {given.size}: {time.perf_counter() - began:.1f} s")
 
 

@@ -14,6 +14,7 @@ examples there are.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -109,11 +110,14 @@ def layer_similarities(models: Sequence[Split], inputs: Iterable[Tensor]) -> dic
     if len(models) < 2:
         raise UsageError(f"models is {len(models)} model: similarity compares two at least")
     found: dict[str, Similarities] = {}
+    # Convolutions are a third faster on channels that lie side by side; the results are the same but for rounding.
+    models = [copy.deepcopy(model).to(memory_format=torch.channels_last) for model in models]  # type: ignore[call-overload]
     with contextlib.ExitStack() as stack:
         for model in models:
             stack.enter_context(evaluating(model))
         stack.enter_context(torch.inference_mode())
         for x in inputs:
+            x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
             taken = [_outputs(model, x) for model in models]
             for name in taken[0]:
                 found.setdefault(name, Similarities()).add([one[name] for one in taken])

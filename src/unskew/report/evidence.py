@@ -272,7 +272,7 @@ class Evidence:
             self.model(x)
         return (time.perf_counter() - began) / len(x)
 
-    def test_inputs(self, size: int = 250) -> list[Tensor]:
+    def test_inputs(self, size: int = 125) -> list[Tensor]:
         """Test examples as models take them, in batches: at most `IMAGES`."""
         x = [part for part, _ in batches(self.data, test=True, size=size)]
         return x[: -(-IMAGES // size)]
