@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unskew.analysis.classifiers import correlation
 from unskew.analysis.embedding import subsample, tsne
@@ -108,19 +109,31 @@ def one_class(run: Evidence) -> Figure:
 def separability(run: Evidence) -> Figure:
     """Sliced Wasserstein distances between the classes' Gaussians, and what the oracle gains (CCVR, Figure 6)."""
     distances, labels = sliced_wasserstein(run.statistics), run.labels
-    rows = [
-        {"class": labels[i], "other": labels[j], "distance": round(float(distances[i, j]), 4)}
-        for i in range(len(labels))
-        for j in range(len(labels))
-    ]
-    apart = distances.clone().fill_diagonal_(torch.inf).nan_to_num(torch.inf)
-    i, j = divmod(int(apart.argmin()), len(labels))
+    i, j = nearest(distances)
     says = (
         f"In the mean two classes lie {mean_distance(distances):.3f} apart, {labels[i]} and {labels[j]} least, "
         f"{float(distances[i, j]):.3f}"
     )
     gain = oracle_gain(run)
     says += "" if gain is None else f"; re-training on all real features gains {100 * gain:+.1f} points here"
+    return distances_shown(distances, labels, says + ".")
+
+
+def nearest(distances: Tensor) -> tuple[int, int]:
+    """The two classes that lie nearest to each other."""
+    apart = distances.clone().fill_diagonal_(torch.inf).nan_to_num(torch.inf)
+    if apart.isinf().all():
+        raise DataError("fewer than two classes have examples: there is nothing to separate")
+    return divmod(int(apart.argmin()), len(distances))
+
+
+def distances_shown(distances: Tensor, labels: list[str], says: str) -> Figure:
+    """The distances between classes as a matrix."""
+    rows = [
+        {"class": labels[i], "other": labels[j], "distance": round(float(distances[i, j]), 4)}
+        for i in range(len(labels))
+        for j in range(len(labels))
+    ]
     shown = heat(
         names("class", labels),
         names("other", labels, "class", upright=True),
@@ -132,7 +145,7 @@ def separability(run: Evidence) -> Figure:
         0.0,
         ".3g",
     )
-    return Figure("separability", "Distance between the classes' Gaussians", says + ".", rows, shown)
+    return Figure("separability", "Distance between the classes' Gaussians", says, rows, shown)
 
 
 def oracle_gain(run: Evidence) -> float | None:

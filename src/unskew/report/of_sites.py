@@ -27,11 +27,12 @@ from unskew.conversation.trials import Contribution, Trial
 from unskew.errors import DataError, UsageError
 from unskew.files.signing import Sites
 from unskew.models.networks import Split, linear
-from unskew.report.charts import ONE, Figure, axis, bars, by, heat, hover, names
+from unskew.report.charts import ONE, Figure, axis, bars, by, hover, names
 from unskew.report.evidence import distinct
 from unskew.report.of_costs import size
+from unskew.report.of_features import distances_shown, nearest
 from unskew.report.of_records import label_distribution, percent
-from unskew.report.of_run import Maker, section, write_page
+from unskew.report.of_run import Maker, figures_folder, section, write_page
 from unskew.report.page import Grid, Part, Section
 from unskew.statistics.file import load, save
 from unskew.statistics.header import read_header
@@ -102,6 +103,7 @@ def write_sites_report(
     ...     "site_1" in page.read_text()
     True
     """
+    figures_folder(out)
     found = inspected(files, sites)
     if not found["files"]:
         raise DataError("; ".join(found["refused"]))
@@ -112,8 +114,8 @@ def write_sites_report(
     lead = f"{held}, told by statistics alone."
     called = dict(zip(told.paths, told.names, strict=True))
     doubted = [f"{called[path]}: {why}." for path, why in told.aside.items()]
-    warning = "Refused: " + " ".join(found["refused"]) if found["refused"] else ""
-    warning += (" " if warning else "") + "Left out of all that is computed: " + " ".join(doubted) if doubted else ""
+    kinds = {"Refused:": found["refused"], "Left out of all that is computed:": doubted}
+    warning = " ".join(" ".join([kind, *texts]) for kind, texts in kinds.items() if texts)
     return write_page(out, "A federation of files", lead, sections_of(told), warning or None)
 
 
@@ -184,16 +186,11 @@ class Federation:
         return [list(column)[: len(self.labels)] for column in columns]
 
     @functools.cached_property
-    def parts(self) -> list[FeatureStats]:
-        """The sites' statistics in the richest form that all of them have."""
+    def total(self) -> FeatureStats:
+        """The sum of the sites' statistics, in the richest form that all of them have."""
         forms = [REDUCES[read_header(path).form] for path in self.sound]
         common = next(form for form in ("class", "pooled", "diagonal", "none") if all(form in able for able in forms))
-        return [load(path, common) for path in self.sound]
-
-    @functools.cached_property
-    def total(self) -> FeatureStats:
-        """Their sum."""
-        return added(self.parts)
+        return added(load(path, common) for path in self.sound)
 
 
 def sections_of(told: Federation) -> list[Section]:
@@ -297,32 +294,12 @@ def influence(told: Federation) -> list[Part]:
 def separability(told: Federation) -> Figure:
     """Sliced Wasserstein distances between the classes' Gaussians (CCVR, Figure 6)."""
     distances, labels = sliced_wasserstein(told.total), told.labels
-    if not (told.total.count > 0).sum() > 1:
-        raise DataError("fewer than two classes have examples: there is nothing to separate")
-    rows = [
-        {"class": labels[i], "other": labels[j], "distance": round(float(distances[i, j]), 4)}
-        for i in range(len(labels))
-        for j in range(len(labels))
-    ]
-    apart = distances.clone().fill_diagonal_(torch.inf).nan_to_num(torch.inf)
-    i, j = divmod(int(apart.argmin()), len(labels))
+    i, j = nearest(distances)
     says = (
         f"In the mean two classes lie {mean_distance(distances):.3f} apart; {labels[i]} and {labels[j]} are "
-        "nearest, with "
-        f"{float(distances[i, j]):.3f}."
+        f"nearest, with {float(distances[i, j]):.3f}."
     )
-    shown = heat(
-        names("class", labels),
-        names("other", labels, "class", upright=True),
-        axis("distance"),
-        hover("class", "other", "distance"),
-        len(labels),
-        len(labels),
-        float(distances.nan_to_num().max()),
-        0.0,
-        ".3g",
-    )
-    return Figure("separability", "Distance between the classes' Gaussians", says, rows, shown)
+    return distances_shown(distances, labels, says)
 
 
 def expected(told: Federation) -> str:
